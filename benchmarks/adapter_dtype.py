@@ -1,8 +1,10 @@
-"""What the dtype of the trained adapter costs and gains: the demo with float32 and with bfloat16, three seeds, two learning rates.
+"""What the dtype of the trained adapter costs and gains: the demo with float32 and with bfloat16, three seeds, two
+learning rates.
 
     python benchmarks/adapter_dtype.py [--steps 60] [--work DIR] [--json benchmarks/results/adapter_dtype.json]
 
-Twelve runs of the demo, each in a process of its own. Seconds are not reported: the runs differ by less than a busy machine does.
+Twelve runs of the demo, each in a process of its own. Seconds are not reported: the runs differ by less than a busy
+machine does.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
     python benchmarks/adapters.py [--json benchmarks/results/adapters.json]
 
-The table is the one of the tests (tests/kinds.py). Largest difference of trainer and vLLM over fixed sequences, in nats: on
-the float32 baked form of a random two-layer Qwen2, on its NF4 form (as a multiple of plain LoRA's), and with the directory
-that PEFT itself writes instead of the canonical form. What only full weights carry is sent as full weights, on the float32 form of
-such a model whose head is not tied; and on its 16-bit form beside a 4-bit trainer, where the difference is given as a multiple of the
-bare base's (mean and largest). One minute.
+The table is the one of the tests (tests/kinds.py). Largest difference of trainer and vLLM over fixed sequences, in
+nats: on the float32 baked form of a random two-layer Qwen2, on its NF4 form (as a multiple of plain LoRA's), and with
+the directory that PEFT itself writes instead of the canonical form. What only full weights carry is sent as full
+weights, on the float32 form of such a model whose head is not tied; and on its 16-bit form beside a 4-bit trainer,
+where the difference is given as a multiple of the bare base's (mean and largest). One minute.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""What it is worth to draw rollouts while training, where the environment waits: GRPO against async GRPO, on the demo's task.
+"""What it is worth to draw rollouts while training, where the environment waits: GRPO against async GRPO, on the demo's
+task.
 
     python benchmarks/async_grpo.py [--steps 60] [--seeds 0 1] [--wait 0.5] [--json benchmarks/results/async.json]
 
-The reward of every batch comes half a second late, as from an environment or a judge that has to be asked. Everything else is the
-demo's: tiny model, NF4, LoRA of rank 16, greedy accuracy on sums never trained on; 64 completions a step. The kinds take turns,
-seed by seed. About ten minutes on an idle machine.
+The reward of every batch comes half a second late, as from an environment or a judge that has to be asked. Everything
+else is the demo's: tiny model, NF4, LoRA of rank 16, greedy accuracy on sums never trained on; 64 completions a step.
+The kinds take turns, seed by seed. About ten minutes on an idle machine.
 """
 
 from __future__ import annotations

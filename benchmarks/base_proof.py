@@ -2,8 +2,8 @@
 
     python benchmarks/base_proof.py [--json benchmarks/results/base_proof.json]
 
-The demo's model as NF4 with double quantisation, scored in bf16; and its float32 baked form on both sides, where nothing
-but float32 rounding is left. About two minutes.
+The demo's model as NF4 with double quantisation, scored in bf16; and its float32 baked form on both sides, where
+nothing but float32 rounding is left. About two minutes.
 """
 
 from __future__ import annotations

@@ -1,22 +1,25 @@
 """Every number in the prose of README and docs has a source: a JSON, a setting, somebody else, or the development log.
 
-    python benchmarks/claims.py            exit 1, and what to do, where one has none or says something else than its source
+    python benchmarks/claims.py            exit 1, and what to do, where one has none or says something else than its
+    source
 
-Which numbers count: those with a unit (ms, s, minutes, %, x, times, tokens/s, MiB, GiB, ...), those in scientific notation, and
-those with a decimal point. Not: code, inline code, tables that benchmarks/tables.py writes, versions behind the name of a
-package, sizes of models (0.4 B), Python 3.11. Whole numbers without a unit are not looked at. docs/development-log.md is a diary.
+Which numbers count: those with a unit (ms, s, minutes, %, x, times, tokens/s, MiB, GiB, ...), those in scientific
+notation, and those with a decimal point. Not: code, inline code, tables that benchmarks/tables.py writes, versions
+behind the name of a package, sizes of models (0.4 B), Python 3.11. Whole numbers without a unit are not looked at.
+docs/development-log.md is a diary.
 
-benchmarks/claims.toml has a table [[claim]] for each: `page`, `says` (words of the page with the numbers among them; a break of
-lines is a space), and one of
+benchmarks/claims.toml has a table [[claim]] for each: `page`, `says` (words of the page with the numbers among them; a
+break of lines is a space), and one of
 
-    file, values     measured: each number's place in benchmarks/results/FILE, in order. A place is a list of keys, "*" for all; then
-                     `reduce` (min, max, median, first, last), `scale` (100 for %), `how` ("is", rounded to the digits that are shown;
-                     "below"; "above")
-    code, values     a constant or a default of ours: each number's place in a file of the repository: "NAME", "Class.field" or
-                     "function.argument", then keys where that is a dict; and `scale`
+    file, values     measured: each number's place in benchmarks/results/FILE, in order. A place is a list of keys, "*"
+                     for all; then `reduce` (min, max, median, first, last), `scale` (100 for %), `how` ("is", rounded
+                     to the digits that are shown; "below"; "above")
+    code, values     a constant or a default of ours: each number's place in a file of the repository: "NAME",
+                     "Class.field" or "function.argument", then keys where that is a dict; and `scale`
     setting          a bar or an example that no file names: what it is
     source           a fact of others: whose
-    log              a date: the entries of that day in the development log have each of the numbers, and say how they came about
+    log              a date: the entries of that day in the development log have each of the numbers, and say how they
+        came about
 """
 
 from __future__ import annotations

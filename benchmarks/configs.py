@@ -1,7 +1,9 @@
-"""Dense configs on both sides: tiny random models in float32, and how far apart transformers (the trainer) and vLLM find the tokens of a sequence.
+"""Dense configs on both sides: tiny random models in float32, and how far apart transformers (the trainer) and vLLM
+find the tokens of a sequence.
 
-`python benchmarks/configs.py` writes results/configs.json; half an hour on two cores. `--only NAME ...`: these rows alone, printed. The trainer's side and
-the engine's are processes of their own, as vLLM changes the classes of transformers that it runs itself.
+`python benchmarks/configs.py` writes results/configs.json; half an hour on two cores. `--only NAME ...`: these rows
+alone, printed. The trainer's side and the engine's are processes of their own, as vLLM changes the classes of
+transformers that it runs itself.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from qlora_rl.errors import NotYetSupportedError
 RESULTS = Path(__file__).parent / "results" / "configs.json"
 LENGTHS = (8, 64, 200, 400)
 POSITIONS, ORIGINAL, WINDOW = 512, 128, 48
-# Largest mean difference, in nats, of two float32 sides that compute one function: most are 1e-5 apart; a hundredth of what bf16 makes of one function.
+# Largest mean difference, in nats, of two float32 sides that compute one function: most are 1e-5 apart; a hundredth of
+# what bf16 makes of one function.
 EQUAL = 5e-4
 # Engines of one process.
 TOGETHER = 40
@@ -60,7 +63,8 @@ _LONG = {
     "original_max_position_embeddings": ORIGINAL,
 }
 
-# (name, config class, fields); `length` is the engine's, `targets` are the modules with an adapter: all linears, or `None` where vLLM takes none.
+# (name, config class, fields); `length` is the engine's, `targets` are the modules with an adapter: all linears, or
+# `None` where vLLM takes none.
 CONFIGS: list[tuple[str, str, dict[str, Any]]] = [
     # --- as models.toml names them
     ("llama", "LlamaConfig", {}),
@@ -229,7 +233,8 @@ CONFIGS: list[tuple[str, str, dict[str, Any]]] = [
 
 
 def make(kind: str, fields: dict[str, Any], out: Path) -> Any:
-    """A random model in float32 whose attention is neither flat nor a single token, with norms and biases that are no ones and zeros."""
+    """A random model in float32 whose attention is neither flat nor a single token, with norms and biases that are no
+    ones and zeros."""
     import transformers
 
     from qlora_rl.demo.tiny_model import make_tokenizer
@@ -341,7 +346,8 @@ def _without_check() -> None:
 
 
 def rejection(kind: str, fields: dict[str, Any], length: int) -> tuple[str, str]:
-    """The sentence with which the package rejects a config for an engine of this length, empty where it takes it; and the type of model."""
+    """The sentence with which the package rejects a config for an engine of this length, empty where it takes it; and
+    the type of model."""
     import transformers
 
     config = getattr(transformers, kind)(**_SHAPE | fields)

@@ -2,12 +2,13 @@
 
     python benchmarks/dense.py [--layers 7] [--pushes 10] [--json benchmarks/results/dense.json]
 
-A random Qwen2 shape (0.1 B by default), NF4 with double quantisation, LoRA of rank 16 on all linears with a random B; vLLM on the
-baked base. Of TRL 1.16's way only the trainer's side is timed (merge each module into its 4-bit weight, walk them, unmerge); ours
-is the whole push, vLLM's part included. Drift: of all dequantised weights together, |now - before| / |before|, after as many
-pushes. Memory: live bytes of every tensor that torch makes during a push and that was not there before, at their peak, seen
-through a dispatch mode; what vLLM's CPU kernels pack away inside is not seen, nor the memory of a server. A server on this host is
-given the weights through tmpfs and in requests, five times each, in turns with a merge of TRL's. Four minutes.
+A random Qwen2 shape (0.1 B by default), NF4 with double quantisation, LoRA of rank 16 on all linears with a random B;
+vLLM on the baked base. Of TRL 1.16's way only the trainer's side is timed (merge each module into its 4-bit weight,
+walk them, unmerge); ours is the whole push, vLLM's part included. Drift: of all dequantised weights together, |now -
+before| / |before|, after as many pushes. Memory: live bytes of every tensor that torch makes during a push and that was
+not there before, at their peak, seen through a dispatch mode; what vLLM's CPU kernels pack away inside is not seen, nor
+the memory of a server. A server on this host is given the weights through tmpfs and in requests, five times each, in
+turns with a merge of TRL's. Four minutes.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""The time of a push of full weights to two engines, beside a push to one: two servers on this host, and two actors of Ray.
+"""The time of a push of full weights to two engines, beside a push to one: two servers on this host, and two actors of
+Ray.
 
     python benchmarks/dense_fleet.py [--layers 7] [--pushes 7] [--json benchmarks/results/dense_fleet.json]
 
-DoRA of rank 16 on all linears of a random Qwen2 shape (0.1 B by default), NF4 with double quantisation; vLLM in bf16 on the baked
-base. Pushes to one and to two take turns, after one of each that is not counted. "One" is the first of the two servers without a fleet,
-through tmpfs and in requests, and a fleet of one actor beside that of two. All share this machine's cores, with the trainer too. Ten minutes.
+DoRA of rank 16 on all linears of a random Qwen2 shape (0.1 B by default), NF4 with double quantisation; vLLM in bf16 on
+the baked base. Pushes to one and to two take turns, after one of each that is not counted. "One" is the first of the
+two servers without a fleet, through tmpfs and in requests, and a fleet of one actor beside that of two. All share this
+machine's cores, with the trainer too. Ten minutes.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ OPTIONS = {"max_lora_rank": 0, "max_model_length": 128, "max_num_seqs": 4, "kv_c
 
 
 def in_turns(model, one, two, pushes: int) -> dict[str, object]:
-    """Seconds of pushes to either, the median of their ratios in pairs, and the most live bytes that one to two adds here."""
+    """Seconds of pushes to either, the median of their ratios in pairs, and the most live bytes that one to two adds
+    here."""
     strategies = {"one": DenseSync(model, one), "two": DenseSync(model, two)}
     times: dict[str, list[float]] = {"one": [], "two": []}
     for i in range(pushes + 1):

@@ -1,4 +1,5 @@
-"""Draws docs/fidelity.svg: what each number of docs/fidelity.md looks like in a run of ours and in one of TRL's merging way.
+"""Draws docs/fidelity.svg: what each number of docs/fidelity.md looks like in a run of ours and in one of TRL's merging
+way.
 
     qlora-rl demo --steps 40 --quiet --out OURS
     qlora-rl demo --steps 40 --quiet --sync trl-merge --out MERGE
@@ -175,7 +176,8 @@ def draw(runs: dict[str, dict[str, list]]) -> str:
     )
     body = "\n".join(["\n".join(panel.parts) for panel in panels] + keys)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        'role="img" '
         f'aria-label="Distance of trainer and engine over a run"><style>{style}</style>\n'
         f'<rect width="{width}" height="{height}" fill="#fff"/>\n{body}\n</svg>\n'
     )

@@ -1,9 +1,11 @@
-"""qlora_rl against what else trains a 4-bit model by RL: the same base, task, seeds and settings, each in a process of its own.
+"""qlora_rl against what else trains a 4-bit model by RL: the same base, task, seeds and settings, each in a process of
+its own.
 
     python benchmarks/field.py [--seeds 0 1 2] [--steps 50] [--only NAME ...] [--json benchmarks/results/field.json]
 
-Contenders take turns, seed by seed, then the samplers alone. One that cannot train here is written down with the error that was
-seen, one whose package or device is missing with what is missing; asked for alone, the exit code is then 1, or 3. Run it on an idle machine; about ten minutes on two cores.
+Contenders take turns, seed by seed, then the samplers alone. One that cannot train here is written down with the error
+that was seen, one whose package or device is missing with what is missing; asked for alone, the exit code is then 1, or
+3. Run it on an idle machine; about ten minutes on two cores.
 
     python benchmarks/field.py --child NAME SEED STEPS BASES OUT      one process: writes its numbers to OUT
 """
@@ -144,7 +146,8 @@ def _trained(sync: str, base: str) -> Callable[[int, int, Path, Path], dict[str,
 
         directory = RunDirectory(work / "run")
         settings = DemoSettings(steps=steps, seed=seed, sync=sync)
-        # The KV cache of TRL's vLLM has at least so much on a CPU; ours would take what it needs, but memory is compared.
+        # The KV cache of TRL's vLLM has at least so much on a CPU; ours would take what it needs, but memory is
+        # compared.
         trainer = make_trainer(settings, open_base(_bases(home)[base]), directory, None, {"kv_cache_gib": KV_CACHE_GIB})
         try:
             before, right_before = _weights(trainer.model), _asked(trainer.model, trainer.processing_class)
@@ -281,7 +284,8 @@ def torchrl_own(seed: int, steps: int, home: Path, work: Path) -> dict[str, Any]
     from torchrl.weight_update.llm import vllm_nccl
     from torchrl.weight_update.llm.vllm_nccl import VLLMWeightSyncScheme, get_model_metadata
 
-    # Its own imports, which it makes when it sends: looked at first, because a machine without CUDA does not come so far.
+    # Its own imports, which it makes when it sends: looked at first, because a machine without CUDA does not come so
+    # far.
     for node in ast.walk(ast.parse(inspect.getsource(vllm_nccl))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm."):
             home_module = importlib.import_module(node.module)
@@ -400,7 +404,8 @@ CONTENDERS = {
 
 
 def reason(stderr: str) -> str:
-    """The error in what a process has said: the last line that begins as Python's errors do, without paths of this machine."""
+    """The error in what a process has said: the last line that begins as Python's errors do, without paths of this
+    machine."""
     lines = [line.strip().removeprefix("[rank0]: ") for line in stderr.splitlines()]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|NotRunHere)\b", line)]
     said = (errors or [line for line in lines if line] or ["it said nothing"])[-1]
@@ -489,7 +494,8 @@ def main() -> None:
             seeds = arguments.seeds[:SAMPLER_SEEDS] if is_sampler else arguments.seeds
             found |= compete(names, seeds, arguments.steps, home)
     result = {
-        "command": f"python benchmarks/field.py --steps {arguments.steps} --seeds {' '.join(map(str, arguments.seeds))}",
+        "command": f"python benchmarks/field.py --steps {arguments.steps} --seeds "
+        f"{' '.join(map(str, arguments.seeds))}",
         "steps": arguments.steps,
         "seeds": arguments.seeds,
         "is_short": arguments.steps < DEFAULT_STEPS or len(arguments.seeds) < len(DEFAULT_SEEDS),

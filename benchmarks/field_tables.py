@@ -102,6 +102,7 @@ def run(result: dict[str, Any]) -> str:
         [
             "| run | steps | seeds | machine | it took | versions | commit |",
             "|---|---|---|---|---|---|---|",
-            f"| {kind} | {result['steps']} | {seeds} | {place} | {result['seconds'] / 60:.0f} minutes | {stack} | `{result['commit'][:12]}`{' with changes' if result['commit'].endswith('+changes') else ''} |",
+            f"| {kind} | {result['steps']} | {seeds} | {place} | {result['seconds'] / 60:.0f} minutes | {stack} | "
+            f"`{result['commit'][:12]}`{' with changes' if result['commit'].endswith('+changes') else ''} |",
         ]
     )

@@ -1,4 +1,5 @@
-"""The tables of benchmarks/results/gpu.json, which scripts/gpu_check.py writes; until then they say that nothing was run."""
+"""The tables of benchmarks/results/gpu.json, which scripts/gpu_check.py writes; until then they say that nothing was
+run."""
 
 from __future__ import annotations
 

@@ -2,10 +2,10 @@
 
     python benchmarks/memory.py [--json benchmarks/results/shared_base.json] [--repeats 3]
 
-A random 0.4 B Qwen2 shape as NF4 with double quantisation. Each number is a process of its own: one that only imports, one
-with the engine and no trainer, one with two copies (`load_base` beside the engine), one with one (`borrow_base`). They
-generate, and take one backward step through a LoRA, before they are measured: every page of a weight has been touched. About
-five minutes on two cores.
+A random 0.4 B Qwen2 shape as NF4 with double quantisation. Each number is a process of its own: one that only imports,
+one with the engine and no trainer, one with two copies (`load_base` beside the engine), one with one (`borrow_base`).
+They generate, and take one backward step through a LoRA, before they are measured: every page of a weight has been
+touched. About five minutes on two cores.
 """
 
 from __future__ import annotations

@@ -3,9 +3,10 @@
     python benchmarks/memory_estimate.py [--json benchmarks/results/memory_estimate.json]
 
 The trainer's lines: growth of resident memory, in a process of its own for each optimizer, with freed memory given back
-before each reading: base loaded and read once, adapter made, one backward pass, one optimizer step; for the gradients, what
-they give back at the end. Their total is that of the whole process, with whatever the libraries keep. The engine's lines: bytes
-of the tensors that vLLM's model holds (its resident memory has much beside them). About three minutes on two cores.
+before each reading: base loaded and read once, adapter made, one backward pass, one optimizer step; for the gradients,
+what they give back at the end. Their total is that of the whole process, with whatever the libraries keep. The engine's
+lines: bytes of the tensors that vLLM's model holds (its resident memory has much beside them). About three minutes on
+two cores.
 """
 
 from __future__ import annotations

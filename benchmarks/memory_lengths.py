@@ -1,9 +1,12 @@
-"""Every line of the memory estimate against the live tensors of a step, at three shapes and four lengths; and how the peak grows.
+"""Every line of the memory estimate against the live tensors of a step, at three shapes and four lengths; and how the
+peak grows.
 
-    python benchmarks/memory_lengths.py [--shapes 256 384 --lengths 2048 8192 16384] [--json benchmarks/results/memory_lengths.json]
+    python benchmarks/memory_lengths.py [--shapes 256 384 --lengths 2048 8192 16384] [--json
+    benchmarks/results/memory_lengths.json]
 
-Random Qwen2 models with 16,384 words as NF4, one sequence without padding, LoRA of rank 16 on every linear, gradient checkpointing, bf16 autocast,
-one thread, on the CPU (`qlora_rl/bench/memory.py`). Memory inside one operator is not seen. About fifteen minutes on an idle core.
+Random Qwen2 models with 16,384 words as NF4, one sequence without padding, LoRA of rank 16 on every linear, gradient
+checkpointing, bf16 autocast, one thread, on the CPU (`qlora_rl/bench/memory.py`). Memory inside one operator is not
+seen. About fifteen minutes on an idle core.
 """
 
 from __future__ import annotations
@@ -14,15 +17,18 @@ import tempfile
 import time
 from pathlib import Path
 
-# By hidden size: width of the MLP, layers, heads, key heads; heads of 64. No size equals that of a tile, by which tensors are told apart.
+# By hidden size: width of the MLP, layers, heads, key heads; heads of 64. No size equals that of a tile, by which
+# tensors are told apart.
 SHAPES = {256: (768, 2, 4, 2), 384: (1152, 2, 6, 2), 512: (1536, 2, 8, 4)}
 WORDS = 16_384
-# With so many tokens the bytes of one tile, which do not grow with them, are the smaller part, so the straight line begins here.
+# With so many tokens the bytes of one tile, which do not grow with them, are the smaller part, so the straight line
+# begins here.
 GROWS_FROM = 4096
 
 
 def linear_fit(lengths: list[int], peaks: list[int]) -> dict[str, float]:
-    """The straight line through bytes at several lengths, by least squares, and the largest distance from it as a part of them."""
+    """The straight line through bytes at several lengths, by least squares, and the largest distance from it as a part
+    of them."""
     import numpy
 
     slope, start = numpy.polyfit(lengths, peaks, 1)

@@ -7,8 +7,9 @@ trl         TRL 1.16's default: tiles of 4096 tokens x 32768 words
 full        all logits at once, B x T x V (as before TRL had a fused head)
 
 A random 4-bit Qwen2 of two layers with a vocabulary of 65,536 words, LoRA on every linear, gradient checkpointing, bf16
-autocast, one thread. The head alone differs: all three run in the same trainer, and what else it saves is measured by padding.py. Counted are live
-tensors, as a dispatch mode of torch sees them: temporary memory inside one operator is not seen. About two minutes on an idle core.
+autocast, one thread. The head alone differs: all three run in the same trainer, and what else it saves is measured by
+padding.py. Counted are live tensors, as a dispatch mode of torch sees them: temporary memory inside one operator is not
+seen. About two minutes on an idle core.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Mixtures of experts on the demo's task: routing on both sides, and GRPO beside a dense model and TRL's own way; rollouts with experts in 4 bits.
+"""Mixtures of experts on the demo's task: routing on both sides, and GRPO beside a dense model and TRL's own way;
+rollouts with experts in 4 bits.
 
-`python benchmarks/mixtures.py` writes results/mixtures.json; half an hour on two idle cores. Each training, and each engine that is timed, is a process
-of its own. `--only rollouts`: one part alone.
+`python benchmarks/mixtures.py` writes results/mixtures.json; half an hour on two idle cores. Each training, and each
+engine that is timed, is a process of its own. `--only rollouts`: one part alone.
 
 Shape letters: T tokens of a sequence, K chosen experts.
 """
@@ -36,7 +37,8 @@ PACKED = ", experts in 4 bits"
 
 
 def make_mixture(out: Path, steps: int) -> Path:
-    """A mixture of the width and active size of the demo's model, and trained like it: 8 experts, of which 2 are chosen."""
+    """A mixture of the width and active size of the demo's model, and trained like it: 8 experts, of which 2 are
+    chosen."""
     import transformers
 
     from qlora_rl.cpu_matmul import Float32Products
@@ -138,8 +140,9 @@ def compare_sides(base: Any) -> dict[str, Any]:
 
 
 def replay_random(kind: str, seed: int, root: Path) -> dict[str, Any]:
-    """The trainer's logprobs of what a random model has sampled in bf16: with its own experts, with those that the engine chose, and with the
-    engine's weights of them as well. `kind` is an architecture, and whether its experts are in 4 bits.
+    """The trainer's logprobs of what a random model has sampled in bf16: with its own experts, with those that the
+    engine chose, and with the engine's weights of them as well. `kind` is an architecture, and whether its experts are
+    in 4 bits.
     """
     from support import make_model
 
@@ -182,7 +185,8 @@ def _kl(apart: torch.Tensor) -> float:
 
 
 def train(base: Path, sync: str, steps: int, out: Path, seed: int = 0) -> dict[str, Any]:
-    """GRPO on the sums with adapters on attention; "experts": on them too; "replay": with the engine's experts and their weights."""
+    """GRPO on the sums with adapters on attention; "experts": on them too; "replay": with the engine's experts and
+    their weights."""
     from qlora_rl.base.checkpoint import open_base
     from qlora_rl.demo import task
     from qlora_rl.demo.job import DemoSettings, make_trainer, quieten, summarise_steps
@@ -221,7 +225,8 @@ def train(base: Path, sync: str, steps: int, out: Path, seed: int = 0) -> dict[s
 
 
 def time_rollouts(root: Path) -> dict[str, Any]:
-    """Tokens/s of a random mixture with experts in 4 bits and an adapter, and in 16 bits without; one engine after another, in turn."""
+    """Tokens/s of a random mixture with experts in 4 bits and an adapter, and in 16 bits without; one engine after
+    another, in turn."""
     import transformers
 
     from qlora_rl import prepare_base

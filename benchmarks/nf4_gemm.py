@@ -8,9 +8,9 @@ decoded    the whole weight decoded, then a 16-bit product
 triton …   our kernel, with the sizes of its tiles
 bf16       a product with 16-bit weights, for comparison
 
-All calls of a measurement are one CUDA graph, and the weights take turns so that none is in the cache. Each result is compared with
-the float32 product. `--keep` puts the times into the table that engines with base_compute="auto" read, so that they need not
-measure these shapes. Needs an NVIDIA GPU; not run on one yet.
+All calls of a measurement are one CUDA graph, and the weights take turns so that none is in the cache. Each result is
+compared with the float32 product. `--keep` puts the times into the table that engines with base_compute="auto" read, so
+that they need not measure these shapes. Needs an NVIDIA GPU; not run on one yet.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""A loss step (forward, loss, backward) on sequences of mixed lengths: padded with whole MLPs and norms, and as the trainers do it.
+"""A loss step (forward, loss, backward) on sequences of mixed lengths: padded with whole MLPs and norms, and as the
+trainers do it.
 
     python benchmarks/padding.py [--jobs 512 8192] [--json benchmarks/results/padding.json]
 
-The 0.1 B shape of `qlora-rl bench` as NF4, LoRA of rank 16 on every linear, gradient checkpointing, bf16 autocast, one thread. Both
-sides are the same model, in turns, in one process. The trainers' side has no padding, MLPs and norms in
-tiles, no copies of inputs, and layer inputs in host memory, which is not counted. Seconds of the processor, the peak of live tensors (as a dispatch mode of torch sees them), and how far
-losses, logprobs and gradients are apart. About ten minutes on an idle core; with --jobs the others keep their results.
+The 0.1 B shape of `qlora-rl bench` as NF4, LoRA of rank 16 on every linear, gradient checkpointing, bf16 autocast, one
+thread. Both sides are the same model, in turns, in one process. The trainers' side has no padding, MLPs and norms in
+tiles, no copies of inputs, and layer inputs in host memory, which is not counted. Seconds of the processor, the peak of
+live tensors (as a dispatch mode of torch sees them), and how far losses, logprobs and gradients are apart. About ten
+minutes on an idle core; with --jobs the others keep their results.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-# Length of the longest sequence, of the shortest as a part of it, sequences of the micro-batch, layers of the model, rounds; with a
-# number behind these all have one prompt of so many tokens. Two of the twelve layers at 512: the ratio is that of a layer.
+# Length of the longest sequence, of the shortest as a part of it, sequences of the micro-batch, layers of the model,
+# rounds; with a number behind these all have one prompt of so many tokens. Two of the twelve layers at 512: the ratio
+# is that of a layer.
 JOBS = {
     "512": (512, 0.25, 8, 2, 3),
     "512, nearly equal": (512, 0.95, 8, 2, 3),
@@ -29,7 +32,8 @@ PROMPT = 64
 
 
 def make_batch(count: int, longest: int, least: float, shared: int = 0):
-    """Sequences of evenly spread lengths between `least` and all of `longest`, prompts padded left and completions right, as TRL does."""
+    """Sequences of evenly spread lengths between `least` and all of `longest`, prompts padded left and completions
+    right, as TRL does."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -111,7 +115,8 @@ def step(model, batch):
 
 
 def job(model, be, name: str) -> dict:
-    """One kind of micro-batch: both sides in turns, the first as a warm-up; and how far padding alone moves the padded side."""
+    """One kind of micro-batch: both sides in turns, the first as a warm-up; and how far padding alone moves the padded
+    side."""
     import torch
 
     from qlora_rl.bench.live import Live

@@ -1,6 +1,7 @@
 """GRPO with images on the job of notebook 206: in one process, through a server, and TRL's own way.
 
-`python benchmarks/pictures.py` writes results/pictures.json; half an hour on two idle cores. Each training is a process of its own.
+`python benchmarks/pictures.py` writes results/pictures.json; half an hour on two idle cores. Each training is a process
+of its own.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def is_right(completions: Any, answer: Any, **_: Any) -> list[float]:
 
 
 def accuracy(model: Any, processor: Any) -> float:
-    """Share of 200 held-out questions that the trainer's model answers rightly, sampled by transformers at temperature 1 (greedily it was right before)."""
+    """Share of 200 held-out questions that the trainer's model answers rightly, sampled by transformers at temperature
+    1 (greedily it was right before)."""
     asked = [row(number) for number in range(5_000, 5_200)]
     right = 0
     for start in range(0, len(asked), 50):

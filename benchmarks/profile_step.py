@@ -1,13 +1,15 @@
-"""Where the processor's time of a training step goes, by samples of the stack: ours, and TRL 1.16 with its own vLLM and its merge.
+"""Where the processor's time of a training step goes, by samples of the stack: ours, and TRL 1.16 with its own vLLM and
+its merge.
 
-    python benchmarks/profile_step.py [--sizes demo 0.1b 0.4b] [--steps 40] [--rounds 2] [--json benchmarks/results/profile_step.json] [--flame DIR]
+    python benchmarks/profile_step.py [--sizes demo 0.1b 0.4b] [--steps 40] [--rounds 2] [--json
+    benchmarks/results/profile_step.json] [--flame DIR]
 
-While `qlora_rl.bench.step` trains, a timer of processor time looks at the main thread; each sample counts as much as this thread has
-computed since the one before, and belongs to the first of the parts below that is on the stack. Waiting and other processes do not count,
-so the shares also hold on a shared machine; run it with OMP_NUM_THREADS=1, as the time of other threads is not seen. `--flame DIR` keeps
-the stacks, one line each with its microseconds, as flamegraph.pl and speedscope read them. Shares are of the
-samples inside the training loop, without the first steps; examinations by the alarm are left out, as a run has one or
-two, whatever its length.
+While `qlora_rl.bench.step` trains, a timer of processor time looks at the main thread; each sample counts as much as
+this thread has computed since the one before, and belongs to the first of the parts below that is on the stack. Waiting
+and other processes do not count, so the shares also hold on a shared machine; run it with OMP_NUM_THREADS=1, as the
+time of other threads is not seen. `--flame DIR` keeps the stacks, one line each with its microseconds, as flamegraph.pl
+and speedscope read them. Shares are of the samples inside the training loop, without the first steps; examinations by
+the alarm are left out, as a run has one or two, whatever its length.
 
     python benchmarks/profile_step.py --child SIDE SIZE BASE STEPS STACKS      one process: writes its stacks
 """
@@ -67,8 +69,8 @@ EVERY_S = 0.004
 class Sampler:
     """Stacks of the main thread, each with the seconds of processor time since the one before.
 
-    Python hands a signal over between two bytecodes, so a long product is one sample, with all of its time. What the sampler itself takes is
-    not counted.
+    Python hands a signal over between two bytecodes, so a long product is one sample, with all of its time. What the
+    sampler itself takes is not counted.
     """
 
     def __init__(self) -> None:

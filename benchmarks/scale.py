@@ -1,18 +1,20 @@
-"""What several engines are worth: steps per hour, staleness and idle time for 1 to 1,000 engines and bases of 8 B to 400 B.
+"""What several engines are worth: steps per hour, staleness and idle time for 1 to 1,000 engines and bases of 8 B to
+400 B.
 
-    python benchmarks/scale.py --measure paced     compare the model with runs of paced engines (about fifteen minutes), then predict
-    python benchmarks/scale.py --measure real      the same with vLLM on this machine's cores (about ten minutes)
-    python benchmarks/scale.py                     predict again, with what was measured then
+    python benchmarks/scale.py --measure paced     compare the model with runs of paced engines (about fifteen minutes),
+    then predict python benchmarks/scale.py --measure real      the same with vLLM on this machine's cores (about ten
+    minutes) python benchmarks/scale.py                     predict again, with what was measured then
 
 `simulate` is a discrete-event model of one trainer and a fleet, made of what `QLoRAAsyncGRPOTrainer`, `StalenessLimit`
 and `Fleet` do. All that goes into it is either measured or an entry of ASSUMED, with its source. What it says of 1,000
 engines was never run.
 
-Both kinds of runs have the real trainer, the real fleet, 1 to 4 actors of Ray, pushes through its object store, verified bases.
-`paced`: each engine sleeps for a fixed time per completion, and so does the environment, so that two cores do not decide. The overhead
-of a rollout is taken from one engine without overlap; everything else is predicted, and compared. `real`: vLLM in each actor, one thread for each
-engine and one for the trainer, nothing to wait for. The seconds of an engine and of a step are taken from runs of one engine; what
-several are worth, and how they share the cores with the trainer, is predicted, and compared.
+Both kinds of runs have the real trainer, the real fleet, 1 to 4 actors of Ray, pushes through its object store,
+verified bases. `paced`: each engine sleeps for a fixed time per completion, and so does the environment, so that two
+cores do not decide. The overhead of a rollout is taken from one engine without overlap; everything else is predicted,
+and compared. `real`: vLLM in each actor, one thread for each engine and one for the trainer, nothing to wait for. The
+seconds of an engine and of a step are taken from runs of one engine; what several are worth, and how they share the
+cores with the trainer, is predicted, and compared.
 """
 
 from __future__ import annotations
@@ -35,11 +37,14 @@ RESULT = ROOT / "benchmarks" / "results" / "scale.json"
 
 # Value and where it is from. What is "assumed" is nobody's measurement.
 ASSUMED: dict[str, tuple[float, str]] = {
-    "engine_tokens_per_s_7b": (1362, "QeRL (arXiv 2510.11696): rollout of a 7 B model in NF4 with an adapter on one H100, batch not stated; large batches get more"),
-    "sequence_tokens_per_s_7b": (60, "assumed: one sequence alone on such a card; the longest completion is no faster than this"),
+    "engine_tokens_per_s_7b": (1362, "QeRL (arXiv 2510.11696): rollout of a 7 B model in NF4 with an adapter on one "
+                                     "H100, batch not stated; large batches get more"),
+    "sequence_tokens_per_s_7b": (60, "assumed: one sequence alone on such a card; the longest completion is no faster "
+                                     "than this"),
     "trainer_flops": (4.0e14, "assumed: 40 % of the 989 TFLOP/s that NVIDIA names for bf16 on an H100"),
     "decoding_factor": (1.3, "assumed: decoding 4-bit weights makes a step of the trainer so much longer"),
-    "flops_per_token": (6, "per parameter: 2 forward and 2 back to the activations, none for frozen weights; 2 for the logprobs before"),
+    "flops_per_token": (6, "per parameter: 2 forward and 2 back to the activations, none for frozen weights; 2 for the "
+                           "logprobs before"),
     "completions": (512, "assumed: 64 prompts x 8, as in published GRPO recipes"),
     "tokens": (1000, "assumed: mean length of a completion"),
     "longest": (4, "assumed: the longest completion of a batch against the mean"),
@@ -47,7 +52,8 @@ ASSUMED: dict[str, tuple[float, str]] = {
     "lan_bytes_per_s": (1.25e9, "10 Gbit/s"),
     "wan_bytes_per_s": (1.25e7, "100 Mbit/s"),
     "pack_bytes_per_s": (3.2e8, "server.json: deliver_seconds, 17 MB in 52 ms, on two CPU cores"),
-    "load_bytes_per_s": (7.7e7, "server.json: load_seconds, 17 MB in 220 ms, sent and loaded over loopback on two CPU cores"),
+    "load_bytes_per_s": (7.7e7, "server.json: load_seconds, 17 MB in 220 ms, sent and loaded over loopback on two CPU "
+                                "cores"),
     "proof_s": (0.6, "server.json: canary_seconds_held, median, on two CPU cores"),
     "failures_per_engine_hour": (1e-3, "assumed: one failure of an engine in six weeks"),
     "replace_s": (180, "assumed: process, vLLM and a base from the page cache until an engine is verified"),
@@ -214,7 +220,8 @@ def simulate(job: Job, steps: int = 200, seed: int = 0) -> dict[str, float]:
 
 
 def _lose_one(batch: _Batch, job: Job, live: int, rng: random.Random) -> None:
-    """An engine fails while a batch is sampled: its share is sampled again by the others, in one more round when they are done."""
+    """An engine fails while a batch is sampled: its share is sampled again by the others, in one more round when they
+    are done."""
     share = job.completions / min(live, job.completions)  # completions of each that takes part
     is_first_round = batch.left > 0
     sampling = min(live, job.completions if is_first_round else math.ceil(share))
@@ -248,8 +255,9 @@ def adapter_bytes(size: str) -> float:
 def push_seconds(size: str, engines: int, net: str, way: str) -> float:
     """Packing, sending, loading and proving.
 
-    "http" sends the adapter to each engine over the trainer's line, at the same time. "ray" puts it once; machines that have it pass it on,
-    so that the number that have it doubles (assumed: one engine per machine; `http` within it otherwise).
+    "http" sends the adapter to each engine over the trainer's line, at the same time. "ray" puts it once; machines that
+    have it pass it on, so that the number that have it doubles (assumed: one engine per machine; `http` within it
+    otherwise).
     """
     nbytes, line = adapter_bytes(size), _get(f"{net}_bytes_per_s")
     rounds = engines if way == "http" else math.ceil(math.log2(engines + 1))
@@ -259,7 +267,8 @@ def push_seconds(size: str, engines: int, net: str, way: str) -> float:
 
 
 def job_of(size: str, engines: int, net: str, way: str, staleness: int, trainers: int = 1) -> Job:
-    """A job on a base of this size; throughput falls with its parameters. `trainers`: that share the step evenly (assumed)."""
+    """A job on a base of this size; throughput falls with its parameters. `trainers`: that share the step evenly
+    (assumed)."""
     parameters = SHAPES[size][4]
     slower = parameters / 7e9
     tokens = _get("completions") * _get("tokens")
@@ -300,7 +309,8 @@ def _get(name: str) -> float:
 # --- what is run ---------------------------------------------------------------------------------------------------------
 
 COMPLETIONS, PACE_S, WAIT_S, STEPS = 16, 0.4, 1.5, 10
-# Of the runs with vLLM: tokens per completion, on a random model of 0.1 B. Of each run the first two steps are not counted.
+# Of the runs with vLLM: tokens per completion, on a random model of 0.1 B. Of each run the first two steps are not
+# counted.
 TOKENS, WARM = 32, 2
 
 
@@ -462,9 +472,11 @@ def measure_real(work: Path) -> dict[str, Any]:
 
 
 def predict_real(found: dict[str, Any]) -> dict[str, Any]:
-    """What the model says of the runs of `measure_real`: the runs of one engine without overlap and with that of one policy give its seconds.
+    """What the model says of the runs of `measure_real`: the runs of one engine without overlap and with that of one
+    policy give its seconds.
 
-    With overlap the trainer's own part of a step takes longer than without; the model does not know why, so that is taken from a run.
+    With overlap the trainer's own part of a step takes longer than without; the model does not know why, so that is
+    taken from a run.
     """
     runs, count = found["runs"], found["completions"]
     whole, ahead = runs[_name(1, 0)], runs[_name(1, 1)]

@@ -2,9 +2,10 @@
 
     python benchmarks/server.py [--layers 24] [--pushes 20] [--json benchmarks/results/server.json]
 
-The random Qwen2 shape of `sync.py` (0.4 B by default), NF4 with double quantisation, LoRA of rank 16 on all linears in float32, a
-server in a process of its own on the same machine. Alternating, in one run: the adapter in the body of a request, and through a
-directory on tmpfs that both see; each is verified by the canary, whose seconds are given too. About three minutes.
+The random Qwen2 shape of `sync.py` (0.4 B by default), NF4 with double quantisation, LoRA of rank 16 on all linears in
+float32, a server in a process of its own on the same machine. Alternating, in one run: the adapter in the body of a
+request, and through a directory on tmpfs that both see; each is verified by the canary, whose seconds are given too.
+About three minutes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from qlora_rl.sync.transports import DirectoryTransport
 from qlora_rl.train.run import describe_machine, describe_versions
 
 PARTS = ("seconds", "export_seconds", "deliver_seconds", "load_seconds")
-# vLLM's worker looks for work without rest for a second after each request, on cores that the trainer needs; a step takes longer.
+# vLLM's worker looks for work without rest for a second after each request, on cores that the trainer needs; a step
+# takes longer.
 PAUSE_S = 1.5
 
 

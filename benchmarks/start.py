@@ -1,10 +1,12 @@
-"""From the command to the end of the demo's first optimizer step: seconds of processor and clock, and the most memory held until then.
+"""From the command to the end of the demo's first optimizer step: seconds of processor and clock, and the most memory
+held until then.
 
     python benchmarks/start.py [--before CHECKOUT] [--rounds 5] [--json benchmarks/results/start.json]
 
-`qlora-rl demo` is started with a cache that has the tiny model and the base, in turns with TRL's own way (`--sync trl-merge`), and with
-the same command of another checkout of this repository. Each is ended as soon as its first step stands in `metrics.jsonl`. The sums that
-the demo asks before it trains are part of it. Libraries' files are in the system's cache: a round before the first is not counted.
+`qlora-rl demo` is started with a cache that has the tiny model and the base, in turns with TRL's own way (`--sync
+trl-merge`), and with the same command of another checkout of this repository. Each is ended as soon as its first step
+stands in `metrics.jsonl`. The sums that the demo asks before it trains are part of it. Libraries' files are in the
+system's cache: a round before the first is not counted.
 """
 
 from __future__ import annotations

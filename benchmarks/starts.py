@@ -2,8 +2,9 @@
 
     python benchmarks/starts.py [--json benchmarks/results/starts.json]
 
-The starts are those of the tests (tests/starts.py). Largest difference of trainer and vLLM over fixed sequences, in nats: on the
-float32 form of a random two-layer Qwen2, and on its NF4 form as a multiple of plain LoRA's with random values.
+The starts are those of the tests (tests/starts.py). Largest difference of trainer and vLLM over fixed sequences, in
+nats: on the float32 form of a random two-layer Qwen2, and on its NF4 form as a multiple of plain LoRA's with random
+values.
 """
 
 from __future__ import annotations

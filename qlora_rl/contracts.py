@@ -1,6 +1,7 @@
 """Plain values and protocols that several packages use.
 
-Shape letters: P prompts, G rollouts per prompt, B = P·G, T completion tokens, V vocabulary, I/O in- and out-features of a linear, R rank.
+Shape letters: P prompts, G rollouts per prompt, B = P·G, T completion tokens, V vocabulary, I/O in- and out-features of
+a linear, R rank.
 """
 
 from __future__ import annotations
@@ -27,10 +28,13 @@ class SamplingSpec:
         max_tokens: longest completion, in tokens; what the engine's maximum length leaves may be less.
         temperature: 0 is greedy.
         top_k: 0 switches it off.
-        seed: base of the seeds per request; request i of a call gets its own, derived from it. `None`: sampled without seeds.
+        seed: base of the seeds per request; request i of a call gets its own, derived from it. `None`: sampled without
+            seeds.
         regex: completions must match it (structured output).
-        stop_token_ids: tokens that end a completion besides the engine's own: the trainer's EOS. Not with `ignore_eos` in `extra`.
-        first_place: index of the call's first request in the whole batch, if the call is a part of it; decides the seeds.
+        stop_token_ids: tokens that end a completion besides the engine's own: the trainer's EOS. Not with `ignore_eos`
+            in `extra`.
+        first_place: index of the call's first request in the whole batch, if the call is a part of it; decides the
+            seeds.
         extra: further fields of vLLM's SamplingParams.
     """
 
@@ -53,13 +57,16 @@ class Rollout:
 
     Attributes:
         completion_ids: B lists of token ids, the end-of-sequence token included where it was sampled.
-        logprobs: B lists as long as `completion_ids`: natural log of the probability with which each token was sampled (after temperature and
-            filters); `None` where the engine reports none, which the alarm does not accept for long. Not read where `gives_logprobs=False`.
+        logprobs: B lists as long as `completion_ids`: natural log of the probability with which each token was sampled
+            (after temperature and filters); `None` where the engine reports none, which the alarm does not accept for
+            long. Not read where `gives_logprobs=False`.
         version: of the adapter that made every token (0: the bare base).
         seconds: wall time of the call.
-        routing: of a mixture with `gives_routing`: the experts chosen for each token of prompt and completion but the last, [tokens, layers that
-            are mixtures, chosen], int16, and their `routing_weights`, of a float dtype. -1 and NaN, or `None`, where not known.
-        has_ended: of each completion: an end, a stop token or a stop text has ended it, and no limit of length; `None` where not known.
+        routing: of a mixture with `gives_routing`: the experts chosen for each token of prompt and completion but the
+            last, [tokens, layers that are mixtures, chosen], int16, and their `routing_weights`, of a float dtype. -1
+            and NaN, or `None`, where not known.
+        has_ended: of each completion: an end, a stop token or a stop text has ended it, and no limit of length; `None`
+            where not known.
     """
 
     completion_ids: list[list[int]]
@@ -89,8 +96,10 @@ class AdapterBundle:
     """An adapter in canonical form: plain LoRA, one rank, scaling folded into B.
 
     Attributes:
-        tensors: `base_model.model.<module>.lora_A.weight` [R, I] and `….lora_B.weight` [O, R]; the delta of a module is B @ A, no more.
-        config: the `adapter_config.json` that goes with them (`lora_alpha == r`, no patterns; `IS_PROBE` where it is no policy's).
+        tensors: `base_model.model.<module>.lora_A.weight` [R, I] and `….lora_B.weight` [O, R]; the delta of a module is
+            B @ A, no more.
+        config: the `adapter_config.json` that goes with them (`lora_alpha == r`, no patterns; `IS_PROBE` where it is no
+            policy's).
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -140,8 +149,10 @@ class BaseFingerprint:
 
     Attributes:
         leaves: by the name that transformers gives the parameter.
-        facts: digests of what else belongs to a base: "config", "tokenizer", "chat_template", "special_tokens", "skip_modules", "code", where known.
-        faults: of weights that are sharded over ranks of an engine and differ from its directory: which rank holds what.
+        facts: digests of what else belongs to a base: "config", "tokenizer", "chat_template", "special_tokens",
+            "skip_modules", "code", where known.
+        faults: of weights that are sharded over ranks of an engine and differ from its directory: which rank holds
+            what.
     """
 
     leaves: Mapping[str, Leaf]
@@ -181,9 +192,12 @@ class EngineCapabilities:
         can_sleep: it can give back memory between rollouts.
         takes_in_place: it lends the buffers that its layers multiply with (`InPlaceEngine`).
         takes_bytes, byte_way: it takes an adapter as bytes (`ByteEngine`), by "http" or "object_store" (Ray's).
-        dense_way: how full weights reach it: "stream" (in this process), "directory", "http", "object_store", or one of `carriers.WAYS`.
-        holds_two: it samples with two versions at once (`VersionedEngine`); where not, nothing may be sampled during a push.
-        gives_logprobs: it reports the logprobs of what it samples. Where not, only the canary watches it, and nothing corrects the distance.
+        dense_way: how full weights reach it: "stream" (in this process), "directory", "http", "object_store", or one of
+            `carriers.WAYS`.
+        holds_two: it samples with two versions at once (`VersionedEngine`); where not, nothing may be sampled during a
+            push.
+        gives_logprobs: it reports the logprobs of what it samples. Where not, only the canary watches it, and nothing
+            corrects the distance.
         takes_images: `generate` and `score` take `ImagePrompt`s.
         gives_routing: `generate` says which experts were chosen.
         adapts_experts: it serves adapters on the 4-bit experts of a mixture.
@@ -214,7 +228,8 @@ class AdapterSlots:
     Attributes:
         places: for each slot the buffers that the layers multiply with, by canonical name: A [R, I] and B [O, R].
         is_valid: they are still the engine's; it may have taken them back.
-        let_go: to be called with the number of a slot before it is written: returns when nothing is sampled from it any more.
+        let_go: to be called with the number of a slot before it is written: returns when nothing is sampled from it any
+            more.
     """
 
     places: tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]
@@ -236,9 +251,9 @@ class Delivery:
 class SyncReport:
     """One push: which version, how, how much, how long (wall seconds).
 
-    `export_seconds` is looking at the live adapter, `deliver_seconds` making and moving the bytes, `load_seconds` the engine's
-    part. `seconds` is the push without the canary; `canary_seconds` is the canary, `canary_difference` the mean difference of
-    logprobs that it found (`None` where it did not score).
+    `export_seconds` is looking at the live adapter, `deliver_seconds` making and moving the bytes, `load_seconds` the
+    engine's part. `seconds` is the push without the canary; `canary_seconds` is the canary, `canary_difference` the
+    mean difference of logprobs that it found (`None` where it did not score).
     """
 
     version: int
@@ -306,7 +321,8 @@ class RolloutEngine(BaseHolder, Protocol):
         ...
 
     def withdraw_adapter(self, reason: str) -> None:
-        """Serve nothing until the next adapter is loaded or the bare base is asked for: the current version was not verified."""
+        """Serve nothing until the next adapter is loaded or the bare base is asked for: the current version was not
+        verified."""
         ...
 
     def score(self, sequences: Sequence[Sequence[int]], *, bare: bool = False) -> list[list[float]]:
@@ -317,7 +333,8 @@ class RolloutEngine(BaseHolder, Protocol):
         ...
 
     def held_adapter(self, rank: int) -> Mapping[str, str]:
-        """What it multiplies with now: a digest of each A and B by canonical name, cut to `rank`; zero parts left out."""
+        """What it multiplies with now: a digest of each A and B by canonical name, cut to `rank`; zero parts left
+        out."""
         ...
 
     def sleep(self) -> None:
@@ -363,7 +380,8 @@ class ByteEngine(RolloutEngine, Protocol):
 
 
 class VersionedEngine(RolloutEngine, Protocol):
-    """An engine that several threads may ask, also during a push: what has begun with a version ends with it, that which serves or the one before it."""
+    """An engine that several threads may ask, also during a push: what has begun with a version ends with it, that
+    which serves or the one before it."""
 
 
 @runtime_checkable

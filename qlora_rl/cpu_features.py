@@ -1,8 +1,8 @@
 """What this machine's processor multiplies fast, and what follows from it. Whoever depends on it asks `processor()`.
 
-torch hands bf16 products on a CPU to oneDNN where the processor has AVX-512 (or Arm's bf16 instructions). Elsewhere it takes a loop of its
-own, at a hundredth of the speed of float32. There both sides of a training multiply in float32 and round once
-(`qlora_rl.cpu_matmul`), which is also what the bf16 instructions do.
+torch hands bf16 products on a CPU to oneDNN where the processor has AVX-512 (or Arm's bf16 instructions). Elsewhere it
+takes a loop of its own, at a hundredth of the speed of float32. There both sides of a training multiply in float32 and
+round once (`qlora_rl.cpu_matmul`), which is also what the bf16 instructions do.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ SETTING = "QLORA_RL_CPU_PRODUCTS"
 CHOICES = ("auto", "native", "float32")
 # Read by torch when it is imported.
 _COMPILED_FOR = "TORCH_COMPILE_CACHE_KEY_TAG"
-# Fields of /proc/cpuinfo: what an Arm processor has in place of a name, and what distinguishes processors of one name on x86 and on Arm.
+# Fields of /proc/cpuinfo: what an Arm processor has in place of a name, and what distinguishes processors of one name
+# on x86 and on Arm.
 _ARM_NAME = ("CPU implementer", "CPU part", "CPU variant")
 _IDENTITY = ("cpu family", "model", "stepping", *_ARM_NAME, "CPU revision")
 # Read by oneDNN, and by torch's layer above it, with the first product of a process.
@@ -40,10 +41,10 @@ class Processor:
         architecture: "x86_64", "aarch64", ...
         torch_kernels: the instructions that torch's own kernels were chosen for: "AVX512", "AVX2", "DEFAULT", ...
         native: 16-bit dtypes that torch multiplies with the processor's instructions.
-        setting: what `QLORA_RL_CPU_PRODUCTS` says: "auto"; "native" leaves all products to torch; "float32" takes the way of a processor
-            that has no instructions for 16 bits.
-        identity: numbers by which the manufacturer distinguishes processors of one name, such as "family 25, model 17, stepping 1"; empty where
-            /proc/cpuinfo has none.
+        setting: what `QLORA_RL_CPU_PRODUCTS` says: "auto"; "native" leaves all products to torch; "float32" takes the
+            way of a processor that has no instructions for 16 bits.
+        identity: numbers by which the manufacturer distinguishes processors of one name, such as "family 25, model 17,
+            stepping 1"; empty where /proc/cpuinfo has none.
     """
 
     name: str
@@ -63,7 +64,8 @@ class Processor:
 
     @property
     def codes_kernel(self) -> str:
-        """Instructions for which `engine/linears/codes.cpp` is built: "avx512_bf16", "avx2", or "" where torch multiplies alone."""
+        """Instructions for which `engine/linears/codes.cpp` is built: "avx512_bf16", "avx2", or "" where torch
+        multiplies alone."""
         import torch
 
         if self.setting == "native" or self.architecture not in ("x86_64", "AMD64"):
@@ -76,7 +78,10 @@ class Processor:
         is_native = self._bf16_in == "bfloat16"
         how = "natively" if is_native else "in float32 and rounded once"
         why = "" if self.setting == "auto" else f" ({SETTING}={self.setting})"
-        return f"{self.name}, {self.architecture}, torch's {self.torch_kernels} kernels; bf16 products are computed {how}{why}"
+        return (
+            f"{self.name}, {self.architecture}, torch's {self.torch_kernels} kernels; bf16 products are computed "
+            f"{how}{why}"
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for a run's directory."""
@@ -114,9 +119,9 @@ def processor() -> Processor:
 def tell_compiled_code_apart() -> str:
     """Have torch's cache of compiled code distinguish processors, for this process and those that it starts.
 
-    The cache's key lacks the vector instructions (torch 2.13): a kernel that one process has written for AVX-512 is compiled for AVX2 by another
-    one, and reads and writes past its vectors. vLLM's ranks then get token ids that are none. A cache that two machines share is enough, or
-    `ATEN_CPU_CAPABILITY`. Remove when the key has them.
+    The cache's key lacks the vector instructions (torch 2.13): a kernel that one process has written for AVX-512 is
+    compiled for AVX2 by another one, and reads and writes past its vectors. vLLM's ranks then get token ids that are
+    none. A cache that two machines share is enough, or `ATEN_CPU_CAPABILITY`. Remove when the key has them.
 
     Returns:
         The tag that is part of the key from now on; one that was there stays in it.
@@ -132,11 +137,13 @@ def tell_compiled_code_apart() -> str:
 
 
 def keep_few_kernels() -> None:
-    """Have oneDNN keep 256 of its kernels, and torch's layer above it 64, in this process and in those that it starts; by default both keep 1,024.
+    """Have oneDNN keep 256 of its kernels, and torch's layer above it 64, in this process and in those that it starts;
+    by default both keep 1,024.
 
-    There is a kernel for each shape of a product, each takes half a megabyte, and the row of a micro-batch without padding has another length in
-    almost every step. A dense model needs some thirty of them in a step, more with sequences of many lengths: with 64 in oneDNN such steps took
-    two fifths longer, with 256 no longer than with 1,024. What is set in the environment counts, and after the first product of a process nothing changes.
+    There is a kernel for each shape of a product, each takes half a megabyte, and the row of a micro-batch without
+    padding has another length in almost every step. A dense model needs some thirty of them in a step, more with
+    sequences of many lengths: with 64 in oneDNN such steps took two fifths longer, with 256 no longer than with 1,024.
+    What is set in the environment counts, and after the first product of a process nothing changes.
     """
     import torch
 
@@ -146,15 +153,16 @@ def keep_few_kernels() -> None:
 
 
 def copies_dtype() -> str:
-    """Torch name of the dtype in which an engine on this processor keeps dequantised copies of 4-bit weights; without a compiler for its kernel
-    that is `multiplies_in`'s.
+    """Torch name of the dtype in which an engine on this processor keeps dequantised copies of 4-bit weights; without a
+    compiler for its kernel that is `multiplies_in`'s.
     """
     here = processor()
     return "bfloat16" if here.codes_kernel else here._bf16_in
 
 
 def _native_dtypes() -> tuple[str, ...]:
-    """What torch's own choice of a kernel asks, for each product: is oneDNN on, and does it take the dtype on this processor?"""
+    """What torch's own choice of a kernel asks, for each product: is oneDNN on, and does it take the dtype on this
+    processor?"""
     import torch
 
     if not torch.backends.mkldnn.is_available() or not torch._C._get_mkldnn_enabled():

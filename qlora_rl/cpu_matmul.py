@@ -1,9 +1,9 @@
 """Products of 16-bit matrices on a processor without instructions for them: in float32, the result rounded once.
 
-With the first `Float32Products` torch's CPU kernels of `mm`, `addmm`, `addmv`, `bmm`, `baddbmm` and of the backward pass of its attention
-are replaced, for the life of the process: a kernel that is taken away while another thread computes with it is a crash. While no claim is
-open the replacements call torch's own. Nothing is replaced at import, nor where the processor is fast. Autograd and autocast work at a higher level and
-notice nothing.
+With the first `Float32Products` torch's CPU kernels of `mm`, `addmm`, `addmv`, `bmm`, `baddbmm` and of the backward
+pass of its attention are replaced, for the life of the process: a kernel that is taken away while another thread
+computes with it is a crash. While no claim is open the replacements call torch's own. Nothing is replaced at import,
+nor where the processor is fast. Autograd and autocast work at a higher level and notice nothing.
 
 Letters: B batch, M and N rows and columns of a result, K what is summed over.
 """
@@ -24,21 +24,25 @@ from qlora_rl.cpu_features import processor
 
 # Entries of a right factor that are lifted at a time: 2 MiB in float32, which the product reads out of the cache.
 SLICE = 2**19
-# Entries of a left factor that are lifted at a time (4 MiB), and the fewest rows, so that lifting the right factor again costs little.
+# Entries of a left factor that are lifted at a time (4 MiB), and the fewest rows, so that lifting the right factor
+# again costs little.
 LEFT_SLICE = 2**20
 FEWEST_ROWS = 512
-# Of a row-major right factor fewer columns than this are not lifted at a time: reading them takes longer than multiplying.
+# Of a row-major right factor fewer columns than this are not lifted at a time: reading them takes longer than
+# multiplying.
 FEWEST_COLUMNS = 256
-# Rows for each thread that MKL adds up alike, whatever their number; one to three rows alone it adds up in another order.
+# Rows for each thread that MKL adds up alike, whatever their number; one to three rows alone it adds up in another
+# order.
 ROWS_ALIKE = 4
-# Rows that MKL adds up alike as columns of the right factor, with one to eight threads alike; eight columns it adds up in another order.
+# Rows that MKL adds up alike as columns of the right factor, with one to eight threads alike; eight columns it adds up
+# in another order.
 COLUMNS_ALIKE = 16
 # With more threads than this, rows are not padded further: a single row would cost as much as hundreds.
 THREADS_ALIKE = 8
 
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-# Open claims on each dtype, and reasons to let torch compute all the same. Sets, because a claim may be closed by the garbage collector in
-# the middle of anything: adding and discarding need no lock.
+# Open claims on each dtype, and reasons to let torch compute all the same. Sets, because a claim may be closed by the
+# garbage collector in the middle of anything: adding and discarding need no lock.
 _claims: dict[torch.dtype, set[object]] = {torch.bfloat16: set(), torch.float16: set()}
 _suspended: set[object] = set()
 _NONE: frozenset[object] = frozenset()
@@ -88,8 +92,8 @@ class Float32Products:
 
 
 def lifted_rows(x_MK: torch.Tensor, step: int = 0) -> torch.Tensor:
-    """The rows in float32, and zeros below them up to a multiple of `step`, so that the result of each row does not depend on how many
-    there are; by default for a left factor.
+    """The rows in float32, and zeros below them up to a multiple of `step`, so that the result of each row does not
+    depend on how many there are; by default for a left factor.
     """
     step = step or ROWS_ALIKE * min(torch.get_num_threads(), THREADS_ALIKE)
     lifted = x_MK.new_empty(-(-len(x_MK) // step) * step, x_MK.shape[1], dtype=torch.float32)
@@ -130,7 +134,8 @@ def _replace() -> None:
 
 
 def _chosen(own: Callable[..., Any], fits: Callable[..., bool], replacement: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel of an operator: ours for what fits and has one dtype that is claimed; torch's own, and its errors, elsewhere."""
+    """The kernel of an operator: ours for what fits and has one dtype that is claimed; torch's own, and its errors,
+    elsewhere."""
 
     def kernel(keys: Any, *given: Any, **named: Any) -> Any:
         is_claimed = _claims.get(given[0].dtype, _NONE) and not _suspended
@@ -208,7 +213,8 @@ def _write(out: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
 
 
 def _forms(name: str, dims: tuple[int, int], *, adds: bool) -> dict[str, Any]:
-    """The forms of an operator: that makes its result, that is given the place for it, and, where it adds, that changes what is added to."""
+    """The forms of an operator: that makes its result, that is given the place for it, and, where it adds, that changes
+    what is added to."""
 
     summed = dims[0] - 2  # the dimension of the right factor, after those of the batch
 

@@ -1,8 +1,8 @@
 """`Ranks`: the processes of one training, and what they must agree on. torch and the standard library only.
 
-Tensors are sent by torch.distributed, as accelerate has set it up. Messages between the ranks (an outcome, or an exception) are sent
-through a separate key-value store on rank 0: a rank that waits there learns at once that another one has failed, and why, and a rank
-whose torch collective was aborted can look up the cause. Every wait has a limit.
+Tensors are sent by torch.distributed, as accelerate has set it up. Messages between the ranks (an outcome, or an
+exception) are sent through a separate key-value store on rank 0: a rank that waits there learns at once that another
+one has failed, and why, and a rank whose torch collective was aborted can look up the cause. Every wait has a limit.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from qlora_rl.errors import AccessDeniedError, RankLostError
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-# Seconds between two signs of life; without any for so long a rank counts as gone, and for so long one is looked for whose
-# connections were torn.
+# Seconds between two signs of life; without any for so long a rank counts as gone, and for so long one is looked for
+# whose connections were torn.
 BEAT_S, SILENT_S, TORN_S = 0.5, 60.0, 5.0
 _KNOWN = "is_known_to_all_ranks"
 _TORN = ("gloo", "nccl", "connection closed", "connection reset", "timed out", "socket", "broken pipe")
@@ -57,7 +57,8 @@ class Ranks:
         self.rank, self.size, self.limit_s = rank, size, limit_s
         self.is_first = rank == 0
         self._store = store
-        # Numbers of blocks with one outcome, of words within one, and of reported failures: a training after a failed one counts again.
+        # Numbers of blocks with one outcome, of words within one, and of reported failures: a training after a failed
+        # one counts again.
         self._blocks, self._count, self._told = 0, 0, 0
         self._failed: dict[int, BaseException] = {}
         self._heard: dict[int, int] = {}
@@ -91,7 +92,8 @@ class Ranks:
         """What rank 0 makes, on all of them; or the exception that it raised. Only rank 0 calls `make`.
 
         Args:
-            group: of so many neighbouring ranks each, the first one makes it, for these; what it raises is raised on all ranks.
+            group: of so many neighbouring ranks each, the first one makes it, for these; what it raises is raised on
+                all ranks.
         """
         if self.size == 1:
             return make()
@@ -106,7 +108,8 @@ class Ranks:
         return self._exchange(made, error, doing)[first]
 
     def agree(self, error: BaseException | None, doing: str) -> None:
-        """Raise on all ranks what the first of them has failed with; called by all, with `None` where nothing is wrong."""
+        """Raise on all ranks what the first of them has failed with; called by all, with `None` where nothing is
+        wrong."""
         if self.size > 1:
             self._exchange(None, error, doing)
         elif error is not None:
@@ -126,7 +129,8 @@ class Ranks:
         self.agree(error, doing)
 
     def in_turn(self, make: Callable[[], T], doing: str) -> T:
-        """What each rank makes; the first of each machine before the others, which find what it has left on the disk."""
+        """What each rank makes; the first of each machine before the others, which find what it has left on the
+        disk."""
         leads = int(os.environ.get("LOCAL_RANK", self.rank)) == 0
         made: Any = None
         for turn in (True, False) if self.size > 1 else (leads,):
@@ -140,7 +144,8 @@ class Ranks:
         self.gather(None, doing)
 
     def _exchange(self, value: Any, error: BaseException | None, doing: str) -> list[Any]:
-        """Every rank's value. An error of any rank, whatever the others have come for, is raised on all; of several the first rank's."""
+        """Every rank's value. An error of any rank, whatever the others have come for, is raised on all; of several the
+        first rank's."""
         self._count += 1
         said = (doing, value, None if error is None else portable(error, self.rank))
         store_messages.put(self._store, f"{self._blocks}.{self._count}/{self.rank}", pickle.dumps(said))
@@ -163,7 +168,8 @@ class Ranks:
         return self._store.clone()
 
     def close(self) -> None:
-        """Leave; the store ends with rank 0, which lets the others read their last messages first. Harmless when repeated."""
+        """Leave; the store ends with rank 0, which lets the others read their last messages first. Harmless when
+        repeated."""
         watcher, self._watcher = self._watcher, None
         if watcher is None:
             return
@@ -242,8 +248,8 @@ class Ranks:
     def _lost(self, ranks: Sequence[int], doing: str, why: str = "gone: killed, or out of memory") -> RankLostError:
         names = ", ".join(map(str, ranks))
         error = RankLostError(
-            f"{doing}: rank {names} of {self.size} is {why}. What it has said last stands in the launcher's output; start the "
-            "run again with existing_run='resume'."
+            f"{doing}: rank {names} of {self.size} is {why}. What it has said last stands in the launcher's output; "
+            "start the run again with existing_run='resume'."
         )
         error.ranks = tuple(ranks)
         self._gone |= {*ranks}
@@ -367,7 +373,8 @@ def is_marked(error: BaseException) -> bool:
 
 
 def _raise_known(error: BaseException) -> None:
-    """Raise what all ranks know already, where `error` was raised from it: an engine says in its own words why weights broke off."""
+    """Raise what all ranks know already, where `error` was raised from it: an engine says in its own words why weights
+    broke off."""
     known: BaseException | None = error
     while known is not None and not is_marked(known):
         known = known.__cause__
@@ -377,7 +384,8 @@ def _raise_known(error: BaseException) -> None:
 
 @contextlib.contextmanager
 def _terminated_is_raised() -> Iterator[threading.Event]:
-    """SIGTERM is an exception, so that what it was sent for can be said; unless the event is set: then it is being said."""
+    """SIGTERM is an exception, so that what it was sent for can be said; unless the event is set: then it is being
+    said."""
     is_ending = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield is_ending

@@ -18,7 +18,8 @@ import torch
 POSITION_BINS = 8
 # What a single token may add to the scaled difference.
 _LARGEST = 0.5
-# How TRL corrects for what is left of the distance, with two sides that hold the same weights (docs/fidelity.md#the-correction).
+# How TRL corrects for what is left of the distance, with two sides that hold the same weights
+# (docs/fidelity.md#the-correction).
 CORRECTION: Mapping[str, Any] = {
     "vllm_importance_sampling_correction": True,
     "vllm_importance_sampling_mode": "token_truncate",
@@ -41,8 +42,9 @@ class Fidelity:
         ess: effective sample size of the sequences weighted by exp(sum of d), as a share of their number: 1 when all
             weights are equal.
         masked_share: share of sampled tokens that were left out because a side has no logprob, or NaN.
-        scaled_diff: mean of min(|d| / max(1, |engine's logprob|), 0.5). 16-bit logits are rounded in proportion to their size, so
-            a rare token may differ by more; and no single token can carry the mean away. The alarm watches this one.
+        scaled_diff: mean of min(|d| / max(1, |engine's logprob|), 0.5). 16-bit logits are rounded in proportion to
+            their size, so a rare token may differ by more; and no single token can carry the mean away. The alarm
+            watches this one.
         by_position: mean of |d| over each eighth of the T positions, first to last; NaN where nothing was sampled.
         tokens: tokens that were compared.
     """
@@ -118,14 +120,15 @@ def importance_ratio(
     clip_min: float | None,
     clip_max: float | None,
 ) -> torch.Tensor:
-    """The weight of a sampled token in the loss: trainer's probability over the engine's, kept within bounds, as in TRL 1.16.
+    """The weight of a sampled token in the loss: trainer's probability over the engine's, kept within bounds, as in TRL
+    1.16.
 
     Args:
         trainer_logprobs_BT: natural logs.
         engine_logprobs_BT: the same for the engine; NaN where it reported none: weighed by 1.
         mask_BT: nonzero where a token was sampled by the policy.
-        mode: "token_truncate", "token_mask": of each token; "sequence_truncate", "sequence_mask": of each sequence, the product of its
-            tokens'. "truncate" clamps what is out of bounds, "mask" leaves it out.
+        mode: "token_truncate", "token_mask": of each token; "sequence_truncate", "sequence_mask": of each sequence, the
+            product of its tokens'. "truncate" clamps what is out of bounds, "mask" leaves it out.
         clip_min: lower bound, if any.
         clip_max: upper bound, if any.
 
@@ -138,8 +141,8 @@ def importance_ratio(
     of, _, how = mode.partition("_")
     if of not in ("token", "sequence") or how not in ("truncate", "mask"):
         raise ValueError(
-            f"weighing rollouts: {mode!r} is no mode of importance sampling. Use token_truncate, token_mask, sequence_truncate or "
-            "sequence_mask."
+            f"weighing rollouts: {mode!r} is no mode of importance sampling. Use token_truncate, token_mask, "
+            "sequence_truncate or sequence_mask."
         )
     log_ratio = torch.nan_to_num((trainer_logprobs_BT - engine_logprobs_BT) * mask_BT, nan=0.0)
     ratio = (log_ratio if of == "token" else log_ratio.sum(dim=-1, keepdim=True)).exp()

@@ -1,4 +1,5 @@
-"""What a process is writing, so that a later one can tell what a killed one has left, and remove it: locked directories, half-written files."""
+"""What a process is writing, so that a later one can tell what a killed one has left, and remove it: locked
+directories, half-written files."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ def new_directory(root: Path, prefix: str, *, sweeps: bool = True) -> Path:
 
 
 def claim(directory: Path) -> None:
-    """Lock a directory until the process ends, or `let_go`; whoever made it may be forgotten, others still know its path."""
+    """Lock a directory until the process ends, or `let_go`; whoever made it may be forgotten, others still know its
+    path."""
     let_go(directory)  # one that was removed and created again
     _claimed[str(directory)] = hold(directory)
 

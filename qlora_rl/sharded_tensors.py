@@ -1,4 +1,5 @@
-"""Tensors that are sharded over the ranks (FSDP1, FSDP2, ZeRO-3): whole where they are read, each rank's piece where they are written."""
+"""Tensors that are sharded over the ranks (FSDP1, FSDP2, ZeRO-3): whole where they are read, each rank's piece where
+they are written."""
 
 from __future__ import annotations
 
@@ -133,7 +134,8 @@ def _is_in_pieces(tensor: torch.Tensor) -> bool:
 def whole(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Each tensor in full, on every rank; called by all, with the same tensors in the same order.
 
-    One that is not sharded is returned itself. For what is trained; of the base only full weights have need (`gathered`).
+    One that is not sharded is returned itself. For what is trained; of the base only full weights have need
+    (`gathered`).
     """
     return [_joined_parts(tensor) for tensor in tensors]
 
@@ -153,7 +155,8 @@ def _joined_parts(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shape_of(tensor: torch.Tensor) -> torch.Size:
-    """Of the whole: a tensor of ZeRO-3 is empty where it is not being multiplied with, one of FSDP1 a part of a flat one."""
+    """Of the whole: a tensor of ZeRO-3 is empty where it is not being multiplied with, one of FSDP1 a part of a flat
+    one."""
     piece = piece_of(tensor)
     return getattr(tensor, "ds_shape", tensor.shape) if piece is None else piece.shape
 
@@ -167,10 +170,11 @@ def part_of(values: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def gathered(parts: Iterable[tuple[Any, str]], doing: str) -> Iterator[None]:
-    """A block in which these parameters are whole, to be read; entered by all ranks, with the same ones in the same order.
+    """A block in which these parameters are whole, to be read; entered by all ranks, with the same ones in the same
+    order.
 
-    The ranks synchronise before anything is gathered: what has ended one of them is raised on all, and no rank waits in a collective
-    alone. Without sharded weights nothing is touched, and nothing is synchronised.
+    The ranks synchronise before anything is gathered: what has ended one of them is raised on all, and no rank waits in
+    a collective alone. Without sharded weights nothing is touched, and nothing is synchronised.
 
     Args:
         parts: module and name of each parameter.

@@ -10,7 +10,8 @@ T = TypeVar("T")
 class Versions(tuple[T, ...]):
     """At most two versions of whatever is pushed, the newest last; empty before the first push.
 
-    A value that never changes: to undo a failed push is to assign the former value again. What a version was made of is not removed here.
+    A value that never changes: to undo a failed push is to assign the former value again. What a version was made of is
+    not removed here.
     """
 
     @property

@@ -3,8 +3,8 @@
     apt install graphviz
     python scripts/diagrams.py
 
-Text and picture are both in the repository, so that nobody needs Graphviz to read or build the pages. Each picture holds the digest of its
-text; a test says when one was changed without the other.
+Text and picture are both in the repository, so that nobody needs Graphviz to read or build the pages. Each picture
+holds the digest of its text; a test says when one was changed without the other.
 """
 
 from __future__ import annotations

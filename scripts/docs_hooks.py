@@ -1,4 +1,5 @@
-"""What mkdocs is told beyond mkdocs.yml: pages for the files of the repository that the docs link to, the fields of a run's file, the API."""
+"""What mkdocs is told beyond mkdocs.yml: pages for the files of the repository that the docs link to, the fields of a
+run's file, the API."""
 
 import ast
 import json

@@ -1,28 +1,29 @@
 """Everything that needs an NVIDIA GPU, in pieces of at most nine minutes; what was done is not done again.
 
-    python scripts/gpu_check.py [--wheels DIR] [--budget SECONDS] [--only WORD ...] [--retry] [--out DIR] [--state DIR] [--json FILE]
-    python scripts/gpu_check.py --plan           the pieces and their limits; nothing is run
+    python scripts/gpu_check.py [--wheels DIR] [--budget SECONDS] [--only WORD ...] [--retry] [--out DIR] [--state DIR]
+    [--json FILE] python scripts/gpu_check.py --plan           the pieces and their limits; nothing is run
 
-Each piece is a process of its own with a time limit: first the stack, then one test marked `gpu` after the other, the demo, the
-benches. Its outcome is a file in the state directory the moment it ends, and counts for this commit, GPU and versions alone. A check
-that was stopped, by whatever, goes on with the piece that it was in. Nothing is downloaded.
+Each piece is a process of its own with a time limit: first the stack, then one test marked `gpu` after the other, the
+demo, the benches. Its outcome is a file in the state directory the moment it ends, and counts for this commit, GPU and
+versions alone. A check that was stopped, by whatever, goes on with the piece that it was in. Nothing is downloaded.
 
-On a machine that is lent for minutes: --budget says how long the whole check may take. A piece starts while a minute is left, with what is left
-as its limit; what the budget cuts off has not failed, and starts again only where more time is left than it had. --out DIR
-takes what to bring back, written after each piece: gpu.json, and log.txt with what every piece printed.
+On a machine that is lent for minutes: --budget says how long the whole check may take. A piece starts while a minute is
+left, with what is left as its limit; what the budget cuts off has not failed, and starts again only where more time is
+left than it had. --out DIR takes what to bring back, written after each piece: gpu.json, and log.txt with what every
+piece printed.
 
-Exit code: 0 no piece failed; 1 some did; 2 bad usage, or the packages do not fit; 3 no NVIDIA GPU, or torch without CUDA: nothing was run or
-written; 4 pieces are left, run it again; 130 stopped. `make` turns every code but 0 into 2.
+Exit code: 0 no piece failed; 1 some did; 2 bad usage, or the packages do not fit; 3 no NVIDIA GPU, or torch without
+CUDA: nothing was run or written; 4 pieces are left, run it again; 130 stopped. `make` turns every code but 0 into 2.
 
-On a machine without network: `make gpu-check ARGS="--wheels DIR --budget 540"`. DIR holds wheels or archives (.tar.xz, .tar.gz) of
-site-packages. They are unpacked into runs/gpu-check/site, before the machine's own packages, and `make setup` is not needed. Fetch them
-elsewhere, with the dependencies that the machine lacks:
+On a machine without network: `make gpu-check ARGS="--wheels DIR --budget 540"`. DIR holds wheels or archives (.tar.xz,
+.tar.gz) of site-packages. They are unpacked into runs/gpu-check/site, before the machine's own packages, and `make
+setup` is not needed. Fetch them elsewhere, with the dependencies that the machine lacks:
 
     pip download -d DIR --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 \
         vllm==0.26.0 bitsandbytes==0.50.2 trl==1.16.0 datasets==5.2.0 pytest iniconfig pluggy
 
-`.venv` is used if there is one, else `python3` (`PYTHON=python3.12 make gpu-check`). Without git, delete runs/gpu-check/ when the code has
-changed. FlashInfer's sampler, which needs a compiler, and DeepGEMM are off.
+`.venv` is used if there is one, else `python3` (`PYTHON=python3.12 make gpu-check`). Without git, delete
+runs/gpu-check/ when the code has changed. FlashInfer's sampler, which needs a compiler, and DeepGEMM are off.
 """
 
 from __future__ import annotations
@@ -116,7 +117,8 @@ def _is_gpu_mark(node: ast.AST) -> bool:
 
 
 def gpu_tests(tests: Path) -> list[str]:
-    """`tests/gpu/test_x.py::test_y` of every function that is marked, or stands in a marked file; read, not imported."""
+    """`tests/gpu/test_x.py::test_y` of every function that is marked, or stands in a marked file; read, not
+    imported."""
     found = []
     for file in sorted(tests.rglob("test_*.py")):
         tree = ast.parse(file.read_text())
@@ -193,7 +195,8 @@ def wrong_plugin(packages: Mapping[str, str]) -> str:
 
 
 def unpack(wheels: Path, site: Path) -> list[str]:
-    """Wheels (by pip, without their dependencies) and .tar.xz of site-packages into a directory; once each. Names of what is new."""
+    """Wheels (by pip, without their dependencies) and .tar.xz of site-packages into a directory; once each. Names of
+    what is new."""
     marks = site / ".unpacked"
     marks.mkdir(parents=True, exist_ok=True)
     files = sorted(f for f in wheels.rglob("*") if f.name.endswith((".whl", ".tar.xz", ".tar.gz")))
@@ -330,7 +333,8 @@ def todo(pieces: Sequence[Piece], done: Mapping[str, Mapping[str, Any]], *, retr
 
 
 def needed_s(piece: Piece, outcome: Mapping[str, Any] | None) -> float:
-    """What must be left of a budget for this piece to begin: less than its limit, but more than it had when a budget cut it off."""
+    """What must be left of a budget for this piece to begin: less than its limit, but more than it had when a budget
+    cut it off."""
     had = outcome["limit_s"] + LEAST_S if outcome and outcome["status"] == CUT_OFF else LEAST_S
     return min(piece.limit_s, had)
 

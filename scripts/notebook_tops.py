@@ -1,7 +1,8 @@
 """Keep the top of every notebook equal: `python scripts/notebook_tops.py`.
 
-After the opening comes one cell that installs the package where it is missing, and is not executed when outputs are made. Where
-pyproject.toml names a public repository (`[project.urls] Repository`), the opening has a badge that opens the notebook in Colab.
+After the opening comes one cell that installs the package where it is missing, and is not executed when outputs are
+made. Where pyproject.toml names a public repository (`[project.urls] Repository`), the opening has a badge that opens
+the notebook in Colab.
 """
 
 from __future__ import annotations

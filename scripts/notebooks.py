@@ -1,7 +1,7 @@
 """Execute notebooks of examples/notebooks/ and keep their outputs: `python scripts/notebooks.py [102 ...]`.
 
-Each runs in an empty directory of its own. A traceback, or an output that names a directory of this machine, leaves the file as it
-was. Needs `pip install 'qlora-rl[notebooks]'`.
+Each runs in an empty directory of its own. A traceback, or an output that names a directory of this machine, leaves the
+file as it was. Needs `pip install 'qlora-rl[notebooks]'`.
 """
 
 from __future__ import annotations

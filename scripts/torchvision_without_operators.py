@@ -1,7 +1,9 @@
-"""Has a torchvision of another build than torch be imported: its compiled operators (boxes and regions) are declared, and raise when they are called.
+"""Has a torchvision of another build than torch be imported: its compiled operators (boxes and regions) are declared,
+and raise when they are called.
 
-Processors of images use none of them; torchvision itself describes two of them to torch when it is imported, and fails where they do not exist.
-Called by scripts/setup.sh where the package index has no build for torch's CPU build. Harmless when repeated.
+Processors of images use none of them; torchvision itself describes two of them to torch when it is imported, and fails
+where they do not exist. Called by scripts/setup.sh where the package index has no build for torch's CPU build. Harmless
+when repeated.
 """
 
 import importlib.util

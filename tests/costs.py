@@ -1,6 +1,7 @@
 """What each test costs: `QLORA_RL_TEST_COSTS=build/costs pytest ...`, then `python tests/costs.py build/costs`.
 
-Processor seconds, of this process and of all that it started, and the processes and engines behind them. The clock would show what else the machine does.
+Processor seconds, of this process and of all that it started, and the processes and engines behind them. The clock
+would show what else the machine does.
 """
 
 from __future__ import annotations

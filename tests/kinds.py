@@ -1,4 +1,5 @@
-"""Every adapter that PEFT 0.21 can build, and what is to be said of it: the table behind the tests and benchmarks/details.md."""
+"""Every adapter that PEFT 0.21 can build, and what is to be said of it: the table behind the tests and
+benchmarks/details.md."""
 
 from __future__ import annotations
 
@@ -278,8 +279,9 @@ FULL_WEIGHTS = {
         lambda: peft.RandLoraConfig(r=4, target_modules=SQUARE),
         "full_weights",
         "RANDLORA",
-        # Of full rank, and scaled by 160: 0.02 makes the change 14 times as large as the weights, where the trainer's own forward
-        # pass and vLLM's each round twice as much as on the bare base. So it is half as large, more than any other kind's.
+        # Of full rank, and scaled by 160: 0.02 makes the change 14 times as large as the weights, where the trainer's
+        # own forward pass and vLLM's each round twice as much as on the bare base. So it is half as large, more than
+        # any other kind's.
         scale=0.002,
     ),
     "ROAD": AdapterKind("RoAd", lambda: peft.RoadConfig(target_modules=TWO, group_size=4), "full_weights", "ROAD"),

@@ -1,4 +1,5 @@
-"""One base on both sides, and adapters that are put on the trainer's and pushed; for tests of exactness and their benchmark."""
+"""One base on both sides, and adapters that are put on the trainer's and pushed; for tests of exactness and their
+benchmark."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ class Pair:
         return self.apart(model)
 
     def apart(self, model, *, scaled=False):
-        """The same with what serves now; `scaled` divides by |logprob| where that is above one nat, as float32 rounds."""
+        """The same with what serves now; `scaled` divides by |logprob| where that is above one nat, as float32
+        rounds."""
         theirs = self.engine.score(SEQUENCES)
         with torch.no_grad():
             logprobs_BTV = model(torch.tensor(SEQUENCES)).logits.float().log_softmax(-1)
@@ -58,7 +60,8 @@ class Pair:
 
 
 class Noisy:
-    """A 4-bit trainer beside a 16-bit engine on the baked base: what they differ by is rounding, which is asked for in shares."""
+    """A 4-bit trainer beside a 16-bit engine on the baked base: what they differ by is rounding, which is asked for in
+    shares."""
 
     def __init__(self, engine, base, baked):
         self.engine, self.base, self.baked = engine, load_base(base), load_base(baked)

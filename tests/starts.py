@@ -1,4 +1,5 @@
-"""Starts of LoRA on a base that stays as it is: what `start_adapter` is asked for and given, and a few steps of training."""
+"""Starts of LoRA on a base that stays as it is: what `start_adapter` is asked for and given, and a few steps of
+training."""
 
 from __future__ import annotations
 

@@ -28,7 +28,8 @@ FOR_AN_ENGINE = (
     "vllm.model_executor.models.qwen2",
 )
 
-# Of the kernel for 4-bit codes: "emulated" is its code for AVX-512 on any x86-64 processor, with `avx512/emulated.h` for instructions.
+# Of the kernel for 4-bit codes: "emulated" is its code for AVX-512 on any x86-64 processor, with `avx512/emulated.h`
+# for instructions.
 BUILDS = ("avx512_bf16", "emulated", "avx2")
 
 ARCHITECTURES = {
@@ -39,7 +40,8 @@ ARCHITECTURES = {
     "mistral": ("MistralConfig", {"sliding_window": None}),
     "gemma": ("GemmaConfig", {"hidden_activation": "gelu_pytorch_tanh"}),
 }
-# The length of Gemma 2's window must be that of the engine, or longer. vLLM has no code of its own for SmolLM3, and runs it with transformers'.
+# The length of Gemma 2's window must be that of the engine, or longer. vLLM has no code of its own for SmolLM3, and
+# runs it with transformers'.
 OTHERS = {
     "gemma2": ("Gemma2Config", {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 1, "sliding_window": 4096}),
     "smollm3": ("SmolLM3Config", {}),
@@ -84,7 +86,8 @@ FULL_MATRIX = [
 
 
 def since_vllm(version: str, what: str) -> pytest.MarkDecorator:
-    """A mark: skipped on an older vLLM, which lacks `what`. Where we reject it ourselves, conftest.py skips with that message."""
+    """A mark: skipped on an older vLLM, which lacks `what`. Where we reject it ourselves, conftest.py skips with that
+    message."""
     from qlora_rl.engine.compat import MissingDependencyError, release, vllm_version
 
     try:
@@ -225,7 +228,8 @@ def tiny_training(**fields):
 
 
 def cpu_seconds(pid: int) -> float:
-    """That a process and all below it have computed: how far it is with something, however busy or quick the machine is."""
+    """That a process and all below it have computed: how far it is with something, however busy or quick the machine
+    is."""
     import psutil
 
     top = psutil.Process(pid)
@@ -233,7 +237,8 @@ def cpu_seconds(pid: int) -> float:
 
 
 def forking():
-    """A context for processes of `run` (resumed.py) and of actors.py: forked, in milliseconds, from a server that has imported everything.
+    """A context for processes of `run` (resumed.py) and of actors.py: forked, in milliseconds, from a server that has
+    imported everything.
 
     A process has one such server, whoever starts it first: it imports for all of them.
     """

@@ -1,4 +1,5 @@
-"""Tiny vision-language models for the tests: random weights, the demo's tokenizer with the tokens that stand for images."""
+"""Tiny vision-language models for the tests: random weights, the demo's tokenizer with the tokens that stand for
+images."""
 
 from pathlib import Path
 

@@ -1,7 +1,8 @@
-"""A PEFT directory, opened as a live model without the weights of its base: the rules and the export read it like any other.
+"""A PEFT directory, opened as a live model without the weights of its base: the rules and the export read it like any
+other.
 
-The base stands on the meta device: built from a config where there is one, otherwise only the layers that the file names.
-Nothing is unpickled.
+The base stands on the meta device: built from a config where there is one, otherwise only the layers that the file
+names. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ class OpenedAdapter:
     """What a directory holds.
 
     Attributes:
-        model: a PeftModel whose LoRA tensors are those of the file (CPU) and whose base has none (meta); `None` where the
-            findings alone decide.
+        model: a PeftModel whose LoRA tensors are those of the file (CPU) and whose base has none (meta); `None` where
+            the findings alone decide.
         findings: what was seen on the way.
         method: PEFT's name of it.
-        misfits: tensors without a place, or places without a tensor; they count where no rule has anything to say, because
-            what is not plain LoRA may bring tensors of its own.
+        misfits: tensors without a place, or places without a tensor; they count where no rule has anything to say,
+            because what is not plain LoRA may bring tensors of its own.
     """
 
     model: Any
@@ -49,7 +50,8 @@ class OpenedAdapter:
 
 
 def load_adapters(model: Any, directory: Path) -> None:
-    """Give the adapters of a PeftModel the values of a directory that its own `save_pretrained` has written, bit for bit.
+    """Give the adapters of a PeftModel the values of a directory that its own `save_pretrained` has written, bit for
+    bit.
 
     PEFT's `load_adapter` casts them, and a directory of several adapters has one too many places for `transformers`.
 
@@ -77,7 +79,8 @@ def read_saved(directory: Path) -> dict[str, torch.Tensor]:
 def saved_names(model: Any) -> dict[str, str]:
     """By which names `save_pretrained` writes what is trained, by the names that it has in the live model.
 
-    PEFT is asked, with numbers for values: it renames what DoRA, `modules_to_save` and others train, each in a way of its own.
+    PEFT is asked, with numbers for values: it renames what DoRA, `modules_to_save` and others train, each in a way of
+    its own.
     """
     from peft import get_peft_model_state_dict
 
@@ -124,7 +127,8 @@ def open_adapter(directory: str | os.PathLike[str], base: str | os.PathLike[str]
         if _exists(path.exists):
             reason = f"it holds no adapter ({CONFIG})" if path.is_dir() else "it is a file"
         raise AdapterRejectedError(
-            f"opening the adapter {path}: {reason}. Pass a directory that `save_pretrained` has written, or that of a run."
+            f"opening the adapter {path}: {reason}. Pass a directory that `save_pretrained` has written, or that of a "
+            "run."
         )
     if base is not None and not _exists((Path(base) / "config.json").is_file):
         raise AdapterRejectedError(
@@ -200,8 +204,8 @@ def _unknown_settings(path: Path, config: Any) -> list[Finding]:
     return [
         (
             "reject",
-            f"{CONFIG} asks for {', '.join(f'{key}={asked[key]!r}' for key in unknown[:3])}, which this PEFT does not know. Use the "
-            "PEFT that has written it.",
+            f"{CONFIG} asks for {', '.join(f'{key}={asked[key]!r}' for key in unknown[:3])}, which this PEFT does not "
+            "know. Use the PEFT that has written it.",
         )
     ]
 
@@ -245,8 +249,8 @@ def _of_origin(origin: Mapping[str, Any] | None, base: Path | None) -> list[Find
     trained, identity = origin.get("base_identity"), held.get("identity")
     if trained is None and isinstance(origin.get("base_digest"), str):
         reason = (
-            f"An earlier version has saved it, and noted what its base was made from, not what it is. If it was trained on {base}, remove "
-            f"{ORIGIN} from its directory."
+            "An earlier version has saved it, and noted what its base was made from, not what it is. If it was "
+            f"trained on {base}, remove {ORIGIN} from its directory."
         )
         return [("reject", reason)]
     if not isinstance(trained, str) or not isinstance(identity, str):
@@ -259,8 +263,8 @@ def _of_origin(origin: Mapping[str, Any] | None, base: Path | None) -> list[Find
     if trained in (identity, held.get("parent")):  # a baked base is its parent's function
         return []
     reason = (
-        f"It was trained on the base with identity {trained[:16]}, and {base} has {identity[:16]}: other weights, tokenizer or config. Serve it "
-        "on the directory that it was trained on, or on a copy of that."
+        f"It was trained on the base with identity {trained[:16]}, and {base} has {identity[:16]}: other weights, "
+        "tokenizer or config. Serve it on the directory that it was trained on, or on a copy of that."
     )
     return [("reject", reason)]
 
@@ -352,8 +356,8 @@ def _fill(model: Any, tensors: Mapping[str, torch.Tensor]) -> tuple[tuple[Findin
         if name not in slots:
             if name.endswith(("embed_tokens.weight", "lm_head.weight", "wte.weight")):
                 reason = (
-                    f"The file holds all of {own}, which an adapter cannot carry. Save it with save_embedding_layers=False, if it "
-                    "was not trained."
+                    f"The file holds all of {own}, which an adapter cannot carry. Save it with "
+                    "save_embedding_layers=False, if it was not trained."
                 )
                 misfits.append(("full_weights", reason))
             else:

@@ -51,7 +51,8 @@ def export_subject(
     dtype: torch.dtype | None = None,
     weights: Mapping[str, tuple[torch.Tensor, torch.Tensor]] | None = None,
 ) -> AdapterBundle:
-    """`export_adapter` for a model that was judged already; `weights`: A and B of each layer, where they were gathered."""
+    """`export_adapter` for a model that was judged already; `weights`: A and B of each layer, where they were
+    gathered."""
     adapter = inspected.adapter
     layers = list(inspected.layers.items())
     rank = max(ranks_of(layer, adapter) for _, layer in layers)
@@ -66,8 +67,8 @@ def export_subject(
             torch.isfinite(scaled_OR).all() & torch.isfinite(a_RI.to(wanted)).all()
         ):
             raise AdapterRejectedError(
-                f"exporting the adapter: A, or B times its scale={scale:g}, is too large for float16 at {name}. Use bfloat16, or a smaller "
-                "lora_alpha.",
+                f"exporting the adapter: A, or B times its scale={scale:g}, is too large for float16 at {name}. Use "
+                "bfloat16, or a smaller lora_alpha.",
                 module=name,
             )
         key = f"base_model.model.{name}"
@@ -100,7 +101,8 @@ def export_subject(
 
 
 def is_folded_after(scale: float, dtype: torch.dtype) -> bool:
-    """The scale is folded into B after its cast to `dtype`, where that rounds nothing: a power of two, in a wide exponent.
+    """The scale is folded into B after its cast to `dtype`, where that rounds nothing: a power of two, in a wide
+    exponent.
 
     Equal to folding before for every number above 1e-37, and several times faster where B is copied in place. Any other
     scale is folded in float32, before the one rounding.
@@ -111,8 +113,9 @@ def is_folded_after(scale: float, dtype: torch.dtype) -> bool:
 def settle_patterns(model: Any, directory: Path) -> None:
     """Make the config of a directory that `save_pretrained` has written say what the live layers multiply with.
 
-    PEFT writes what the adapter was made with: `set_scale` is lost, and of patterns that overlap, which it sorts, another one may
-    win when they are read. Written are full names, where anything differs from layer to layer or from the config.
+    PEFT writes what the adapter was made with: `set_scale` is lost, and of patterns that overlap, which it sorts,
+    another one may win when they are read. Written are full names, where anything differs from layer to layer or from
+    the config.
     """
     adapter = active_adapter(model)
     layers, config = InspectedAdapter(model, adapter).layers, model.peft_config[adapter]

@@ -1,13 +1,13 @@
 """How an adapter starts, where PEFT or TRL would change the base for it.
 
-PiSSA, OLoRA and CorDA take B0 @ A0 out of the weight W and train (W - B0 @ A0) + B @ A. Here W stays as it is, bit for bit, and
-B @ A - B0 @ A0 is plain LoRA of twice the rank. With a = A - A0 and b = B - B0 it is
+PiSSA, OLoRA and CorDA take B0 @ A0 out of the weight W and train (W - B0 @ A0) + B @ A. Here W stays as it is, bit for
+bit, and B @ A - B0 @ A0 is plain LoRA of twice the rank. With a = A - A0 and b = B - B0 it is
 
     [B0 + b, b] @ [a; A0]
 
-a and b are trained, from zero: the gradients, the norm that is clipped and the steps are those of PEFT's way, the start is exactly the bare
-base, and what is rounded to 16 bits is small as long as the change is. Papers: PiSSA 2404.02948, OLoRA 2406.01775, CorDA 2406.05223,
-LoftQ 2310.08659, EVA 2410.07170.
+a and b are trained, from zero: the gradients, the norm that is clipped and the steps are those of PEFT's way, the start
+is exactly the bare base, and what is rounded to 16 bits is small as long as the change is. Papers: PiSSA 2404.02948,
+OLoRA 2406.01775, CorDA 2406.05223, LoftQ 2310.08659, EVA 2410.07170.
 """
 
 from __future__ import annotations
@@ -35,12 +35,15 @@ REFERENCE = "ref"  # TRL's name of it
 _FROM_WEIGHTS = ("pissa", "olora")
 _TWICE_THE_RANK = (*_FROM_WEIGHTS, "corda")
 _WAY_OUT = {
-    "corda": "It needs batches of your data: model = start_adapter(load_base(base), config, batches=...), and pass the model.",
-    "eva": "It needs batches of your data: model = start_adapter(load_base(base), config, batches=...), and pass the model.",
-    "loftq": "It needs the weights before they were quantised: model = start_adapter(load_base(base), config, original=DIRECTORY), and pass "
-    "the model.",
-    "lora_ga": "It needs the gradients of the base's own weights, which a 4-bit base does not have. Use 'pissa' or 'eva'; or make the "
-    "PeftModel from a transformers model object (not load_base's) and pass that: its base is written as the start has left it.",
+    "corda": "It needs batches of your data: model = start_adapter(load_base(base), config, batches=...), and pass the "
+    "model.",
+    "eva": "It needs batches of your data: model = start_adapter(load_base(base), config, batches=...), and pass the "
+    "model.",
+    "loftq": "It needs the weights before they were quantised: model = start_adapter(load_base(base), config, "
+    "original=DIRECTORY), and pass the model.",
+    "lora_ga": "It needs the gradients of the base's own weights, which a 4-bit base does not have. Use 'pissa' or "
+    "'eva'; or make the PeftModel from a transformers model object (not load_base's) and pass that: its base is "
+    "written as the start has left it.",
 }
 
 _NO_DORA = "DoRA scales the weight as it is before this start. Leave one of them out."
@@ -55,7 +58,8 @@ def start_adapter(
 ) -> Any:
     """A PeftModel with a new adapter, started as `init_lora_weights` says; the base is left as it is.
 
-    PEFT's `get_peft_model` rewrites the base for PiSSA, OLoRA, CorDA and LoftQ, TRL's `prepare_peft_model` lifts parts of it.
+    PEFT's `get_peft_model` rewrites the base for PiSSA, OLoRA, CorDA and LoftQ, TRL's `prepare_peft_model` lifts parts
+    of it.
 
     Args:
         model: the base, of `load_base`, or any transformers model.
@@ -84,14 +88,16 @@ def start_adapter(
 
 
 def start_of(peft_config: Any) -> str | None:
-    """Which start a config asks for that PEFT's plain one is not: "pissa", "olora", "corda", "loftq", "lora_ga", "eva"."""
+    """Which start a config asks for that PEFT's plain one is not: "pissa", "olora", "corda", "loftq", "lora_ga",
+    "eva"."""
     word = getattr(peft_config, "init_lora_weights", True)
     known = (*_FROM_WEIGHTS, *_WAY_OUT)
     return next((each for each in known if isinstance(word, str) and word.lower().startswith(each)), None)
 
 
 def apply_start(peft_config: Any) -> tuple[Any, Any]:
-    """What a trainer makes the adapter with, and the config that `begin_twice` is given afterwards (`None` for a start without it).
+    """What a trainer makes the adapter with, and the config that `begin_twice` is given afterwards (`None` for a start
+    without it).
 
     Raises:
         AdapterRejectedError: the start needs what a trainer does not have; says what to do.
@@ -121,8 +127,9 @@ def _as_plain(peft_config: Any, times: int = 1) -> Any:
 class Twice:
     """The trained and the fixed halves of an adapter of twice the rank, kept what they are.
 
-    In each layer A is [a; A0] and B is [B0 + b, b]. A hook adds the gradients of b's two places up in the second and empties those of
-    the fixed ones, so that the gradient's norm is that of a and b; `restore` follows each optimizer step.
+    In each layer A is [a; A0] and B is [B0 + b, b]. A hook adds the gradients of b's two places up in the second and
+    empties those of the fixed ones, so that the gradient's norm is that of a and b; `restore` follows each optimizer
+    step.
     """
 
     def __init__(self, kind: str):
@@ -165,7 +172,8 @@ class Twice:
 
     @torch.no_grad()
     def take_over(self) -> None:
-        """After a checkpoint was loaded: where another machine has started it with other vectors, its own are the fixed ones."""
+        """After a checkpoint was loaded: where another machine has started it with other vectors, its own are the fixed
+        ones."""
         for i, (a, b, a_RI, _) in enumerate(self._held):
             rank = len(a_RI)
             if not torch.equal(a.weight[rank:], a_RI.to(a.weight.dtype)):
@@ -202,7 +210,8 @@ def _linears(model: Any) -> Iterator[tuple[str, Any, float]]:
     for name, layer in InspectedAdapter(model, adapter).layers.items():
         if adapter not in layer.lora_A or not isinstance(layer.get_base_layer(), torch.nn.Linear):
             raise AdapterRejectedError(
-                f"starting the adapter: {name} is no linear, and this start is known for linears only. Leave it out of target_modules.",
+                f"starting the adapter: {name} is no linear, and this start is known for linears only. Leave it out of "
+                "target_modules.",
                 module=name,
             )
         yield name, layer, float(layer.scaling[adapter])
@@ -212,7 +221,8 @@ def _check_rank(doing: str, rank: int, weight_OI: torch.Tensor, name: str) -> No
     """A weight has as many directions as the start takes of it."""
     if rank > (most := min(weight_OI.shape)):
         raise AdapterRejectedError(
-            f"{doing} with r={rank} > {most}, the most that a weight of shape {tuple(weight_OI.shape)} has, at {name}. Lower r.",
+            f"{doing} with r={rank} > {most}, the most that a weight of shape {tuple(weight_OI.shape)} has, at {name}. "
+            "Lower r.",
             module=name,
         )
 
@@ -235,7 +245,8 @@ def _of_one(weight_OI: torch.Tensor, rank: int, scale: float, fields: Mapping[st
 
 
 def _start_corda(model: Any, peft_config: Any, batches: list[Mapping[str, torch.Tensor]]) -> Any:
-    """The covariance of each layer's inputs, of PEFT's own hooks on the 4-bit model; the rest is done weight by weight."""
+    """The covariance of each layer's inputs, of PEFT's own hooks on the 4-bit model; the rest is done weight by
+    weight."""
     from peft.tuners.lora.config import CordaConfig
     from peft.tuners.lora.corda import calib_cov_distribution, target_modules
 
@@ -275,14 +286,16 @@ def _start_eva(model: Any, peft_config: Any, batches: list[Mapping[str, torch.Te
     from peft.tuners.lora.eva import prepare_model_inputs_fn_language_modeling as rows_of
 
     adapted = get_peft_model(model, peft_config)
-    # PEFT leaves out batches that have fewer tokens than the directions it looks for, and goes through them for ever where none has enough.
+    # PEFT leaves out batches that have fewer tokens than the directions it looks for, and goes through them for ever
+    # where none has enough.
     ranks = [len(layer.lora_A[active_adapter(adapted)].weight) for _, layer, _ in _linears(adapted)]
     wanted = round(max(ranks) * peft_config.eva_config.rho)
     most = max(len(rows_of(dict(each), peft_config)) for each in batches)
     if most < wanted:
         raise AdapterRejectedError(
-            f"starting the adapter: init_lora_weights='eva' looks for {wanted} directions (r x rho), and the largest of the batches has {most} "
-            "tokens. Put more rows into a batch, or lower r or rho (eva_config=EvaConfig(rho=1.0))."
+            f"starting the adapter: init_lora_weights='eva' looks for {wanted} directions (r x rho), and the largest "
+            f"of the batches has {most} tokens. Put more rows into a batch, or lower r or rho "
+            "(eva_config=EvaConfig(rho=1.0))."
         )
     was_training = adapted.training
     device = adapted.get_base_model().device
@@ -304,7 +317,8 @@ def _fit_residual(model: Any, original: Path, doing: str) -> Any:
         weight_OI = dequantised_weight(layer.get_base_layer().weight)
         if key not in stored or tuple(stored[key].shape) != tuple(weight_OI.shape):
             raise AdapterRejectedError(
-                f"{doing}: {original} holds no {key} of shape {tuple(weight_OI.shape)}. Pass the model that the base was prepared from.",
+                f"{doing}: {original} holds no {key} of shape {tuple(weight_OI.shape)}. Pass the model that the base "
+                "was prepared from.",
                 module=name,
             )
         rank = len(layer.lora_A[adapter].weight)

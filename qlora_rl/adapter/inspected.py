@@ -72,7 +72,8 @@ class InspectedAdapter:
 
     @cached_property
     def replaced(self) -> dict[str, Any]:
-        """Modules of which PEFT trains a copy, or rows (`modules_to_save`, `trainable_token_indices`), where that is active."""
+        """Modules of which PEFT trains a copy, or rows (`modules_to_save`, `trainable_token_indices`), where that is
+        active."""
         from peft.utils.other import AuxiliaryTrainingWrapper
 
         modules = self.base.named_modules()
@@ -154,8 +155,8 @@ def not_finite(inspected: InspectedAdapter) -> str | None:
     }
     if not tensors:
         return None
-    # Smallest and largest carry NaN and infinity along, in a fraction of isfinite's time; one answer for all of them, since
-    # on a GPU each question by itself would wait for the device.
+    # Smallest and largest carry NaN and infinity along, in a fraction of isfinite's time; one answer for all of them,
+    # since on a GPU each question by itself would wait for the device.
     device = next(iter(tensors.values())).device
     flags = torch.stack([torch.isfinite(torch.stack(t.aminmax())).all().to(device) for t in tensors.values()])
     return None if bool(flags.all()) else list(tensors)[int(flags.logical_not().nonzero()[0])]
@@ -172,12 +173,14 @@ def bare_model(model: Any) -> Any:
 
 
 def shorten_lora(model: Any) -> None:
-    """Under autocast plain LoRA on a linear makes fewer passes over its output, and keeps its input as it is; the bits are PEFT's.
+    """Under autocast plain LoRA on a linear makes fewer passes over its output, and keeps its input as it is; the bits
+    are PEFT's.
 
-    PEFT 0.21 copies what a 4-bit base gives, and scales the adapter's output, and in the backward pass its gradient, [N, O] each time; a power of
-    two may scale the [N, R] between A and B instead. PEFT also lifts the input of 4-bit linears to the adapter's dtype, unless CUDA's autocast is
-    on; autocast makes 16 bits of it again, and the backward pass would keep that copy. Dropout, which scales the lifted input, what is not plain
-    LoRA, and a layer that somebody has given a forward stay as they are.
+    PEFT 0.21 copies what a 4-bit base gives, and scales the adapter's output, and in the backward pass its gradient,
+    [N, O] each time; a power of two may scale the [N, R] between A and B instead. PEFT also lifts the input of 4-bit
+    linears to the adapter's dtype, unless CUDA's autocast is on; autocast makes 16 bits of it again, and the backward
+    pass would keep that copy. Dropout, which scales the lifted input, what is not plain LoRA, and a layer that somebody
+    has given a forward stay as they are.
     """
     for module in model.modules():
         kind = type(module)
@@ -196,7 +199,8 @@ def is_shortened(layer: Any) -> bool:
 
 
 def forward(self: Any, x: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
-    """That of a shortened layer: x [..., I] gives [..., O]. It has this name because a method is pickled by name, and is PEFT's when it is loaded."""
+    """That of a shortened layer: x [..., I] gives [..., O]. It has this name because a method is pickled by name, and
+    is PEFT's when it is loaded."""
     device = x.device.type
     is_cast = torch.is_autocast_enabled(device) and x.dtype == torch.get_autocast_dtype(device)
     names = [name for name in self.active_adapters if name in self.lora_A]

@@ -1,8 +1,8 @@
 """`LiveAdapter`: the adapter of a model in training, as a push sees it.
 
-The layers are walked once; a push looks at each of them again (merged? switched off? rescaled? its matrices replaced?), which
-takes a fraction of a millisecond, and copies in a few batched calls. Whatever looks different than before is judged again, in
-full.
+The layers are walked once; a push looks at each of them again (merged? switched off? rescaled? its matrices replaced?),
+which takes a fraction of a millisecond, and copies in a few batched calls. Whatever looks different than before is
+judged again, in full.
 """
 
 from __future__ import annotations
@@ -149,7 +149,8 @@ class LiveAdapter:
         self._shape = tuple((name, shape_of(entry[0])[0]) for name, entry in zip(names, self._seen, strict=True))
 
     def _signature(self) -> list[tuple[Any, ...]]:
-        """What each layer multiplies with, as objects: A, B, scale; empty where one of them is merged or switched off."""
+        """What each layer multiplies with, as objects: A, B, scale; empty where one of them is merged or switched
+        off."""
         adapter = self._subject.adapter
         if self.model.active_adapters != [adapter]:
             return []

@@ -17,7 +17,8 @@ def load_adapter(model: Any, directory: str | os.PathLike[str], *, base: str | o
     Args:
         model: of transformers; PEFT's layers are put into it.
         directory: of the adapter, or of a run.
-        base: directory that the adapter is held against (names, shapes, the digest that it was trained on); `None`: none.
+        base: directory that the adapter is held against (names, shapes, the digest that it was trained on); `None`:
+            none.
 
     Raises:
         AdapterRejectedError: it is damaged, was made for another base, or does not fit the model.
@@ -40,7 +41,8 @@ def load_adapter(model: Any, directory: str | os.PathLike[str], *, base: str | o
             raise AdapterRejectedError(f"{doing}: it does not fit {type(model).__name__}: {error}") from error
     if lost := without_place(adapted, directory):
         raise AdapterRejectedError(
-            f"{doing}: {len(lost)} of its tensors have no place in {type(model).__name__}, the first is {lost[0]}, and PEFT leaves them out without an "
-            "error. Load it on the base that it was trained on; experts in 4 bits are other modules than experts in 16 bits."
+            f"{doing}: {len(lost)} of its tensors have no place in {type(model).__name__}, the first is {lost[0]}, and "
+            "PEFT leaves them out without an error. Load it on the base that it was trained on; experts in 4 bits are "
+            "other modules than experts in 16 bits."
         )
     return adapted.eval()

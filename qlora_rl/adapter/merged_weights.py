@@ -1,9 +1,10 @@
 """`iter_weights`: the policy as dense weights, module by module, without touching the model.
 
-A layer that PEFT has wrapped is affine in its input (`methods.CHANGES_WEIGHTS`): one weight and one bias give the same function.
-They are found on a float32 stand-in of that one layer, which is thrown away: its base is the exactly dequantised weight, and its
-own forward pass, whatever the method, is asked for the identity. Plain LoRA, whose answer is known, is added up instead.
-Nothing is merged; every number of the model is only read. Rounded once, to the dtype that was asked for.
+A layer that PEFT has wrapped is affine in its input (`methods.CHANGES_WEIGHTS`): one weight and one bias give the same
+function. They are found on a float32 stand-in of that one layer, which is thrown away: its base is the exactly
+dequantised weight, and its own forward pass, whatever the method, is asked for the identity. Plain LoRA, whose answer
+is known, is added up instead. Nothing is merged; every number of the model is only read. Rounded once, to the dtype
+that was asked for.
 
 Where the model is sharded over several ranks, its layers are gathered one at a time while their weights are computed.
 """
@@ -39,8 +40,8 @@ def iter_weights(model: Any, *, dtype: torch.dtype | None = None) -> Iterator[tu
 
     Args:
         model: a PeftModel; only read. A bare model gives its own weights.
-        dtype: of the result; by default float32. A weight that is neither adapted nor of another dtype is the model's own
-            tensor: copy it before the model trains on.
+        dtype: of the result; by default float32. A weight that is neither adapted nor of another dtype is the model's
+            own tensor: copy it before the model trains on.
 
     Yields:
         Name and weight. At most one module's weights exist in addition to the model's, if they are not kept.
@@ -87,8 +88,8 @@ def _walk(model: Any) -> Iterator[tuple[str, Maker, Parts]]:
 
 
 def _weights(module: Any, path: str) -> Iterator[tuple[str, Any, Maker, Parts]]:
-    """Name, parameter of the base (`None` if adapted), maker (of a dtype) of the effective weight, and what that reads, of every
-    parameter below `module`."""
+    """Name, parameter of the base (`None` if adapted), maker (of a dtype) of the effective weight, and what that reads,
+    of every parameter below `module`."""
     if _is_wrapped(module):
         yield from _wrapped(module, path)
         return
@@ -244,7 +245,8 @@ def _with_lora_bias(layer: Any, base: Any) -> torch.Tensor:
 
 
 class _Found:
-    """Weight and bias of one wrapped layer, looked for when the first of them is asked for; the weight is given out once."""
+    """Weight and bias of one wrapped layer, looked for when the first of them is asked for; the weight is given out
+    once."""
 
     def __init__(self, layer: Any, base: Any, path: str):
         self._layer, self._base, self._path = layer, base, path
@@ -263,7 +265,8 @@ def _probe(layer: Any, base: Any, path: str) -> tuple[torch.Tensor, torch.Tensor
     """What a float32 stand-in of the layer makes of the identity (of every token, where it is an embedding).
 
     Raises:
-        AdapterRejectedError: it is no linear and no embedding, or not affine, or has a bias that the base has no place for.
+        AdapterRejectedError: it is no linear and no embedding, or not affine, or has a bias that the base has no place
+            for.
     """
     weight = dequantised_weight(base.weight)
     device = weight.device
@@ -280,8 +283,8 @@ def _probe(layer: Any, base: Any, path: str) -> tuple[torch.Tensor, torch.Tensor
             plain = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
         else:
             raise AdapterRejectedError(
-                f"making full weights: {path} is a {type(base).__name__}, neither a linear nor an embedding. Leave it out of "
-                "target_modules.",
+                f"making full weights: {path} is a {type(base).__name__}, neither a linear nor an embedding. Leave it "
+                "out of target_modules.",
                 module=path,
             )
     plain.weight = parameter
@@ -303,8 +306,8 @@ def _probe(layer: Any, base: Any, path: str) -> tuple[torch.Tensor, torch.Tensor
         there_TO, here_TO = stand_in(x_TI[None])[0], x_TI @ weight_OI.T + zero_O
     if not float((there_TO - here_TO).abs().max()) <= _AFFINE * max(1.0, float(there_TO.abs().max())):
         raise AdapterRejectedError(
-            f"making full weights: {path} is not affine in its input under this adapter, so no weight computes the same. Use "
-            "LoraConfig(target_modules='all-linear').",
+            f"making full weights: {path} is not affine in its input under this adapter, so no weight computes the "
+            "same. Use LoraConfig(target_modules='all-linear').",
             module=path,
         )
     if bias is None and bool(zero_O.any()):
@@ -355,9 +358,9 @@ def _tied_head(base: Any) -> str | None:
             is_equal = torch.equal(ours(torch.float32).float(), theirs(torch.float32).float())
         if not is_equal:
             raise AdapterRejectedError(
-                f"making full weights: the model ties {where} to {names[id(embedding)]} (tie_word_embeddings), and the adapter "
-                "has made them different; an engine that ties them too cannot hold both. Adapt both in the same way (PEFT: "
-                "ensure_weight_tying), or leave them out.",
+                f"making full weights: the model ties {where} to {names[id(embedding)]} (tie_word_embeddings), and the "
+                "adapter has made them different; an engine that ties them too cannot hold both. Adapt both in the "
+                "same way (PEFT: ensure_weight_tying), or leave them out.",
                 module=where,
             )
     return _join(where, "weight")

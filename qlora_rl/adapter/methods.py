@@ -1,13 +1,14 @@
 """What each method of PEFT does to a model: a change of weights, or something else. A table only.
 
-Written down from PEFT 0.21.2: each method was built on a small model with random values, and each adapted layer compared
-with the affine map that it gives on the identity (tests/unit/test_verdict.py does it again). Methods whose layers are no
-such map, or that work elsewhere than in layers, cannot be held by any weights.
+Written down from PEFT 0.21.2: each method was built on a small model with random values, and each adapted layer
+compared with the affine map that it gives on the identity (tests/unit/test_verdict.py does it again). Methods whose
+layers are no such map, or that work elsewhere than in layers, cannot be held by any weights.
 """
 
 from __future__ import annotations
 
-# Adapted layers are affine in their input: some dense weight (and, where the layer has one, bias) gives the same function.
+# Adapted layers are affine in their input: some dense weight (and, where the layer has one, bias) gives the same
+# function.
 CHANGES_WEIGHTS: dict[str, str] = {
     "ADALORA": "scales each rank by a trained value",
     "ADAMSS": "adds low-rank updates in subspaces of the weight",

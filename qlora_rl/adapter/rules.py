@@ -1,6 +1,7 @@
 """The rules of `judge_adapter`, one function each: what in an adapter is not plain LoRA, and what to do instead.
 
-They read the *live* PEFT model: its config alone does not tell what `set_scale` or a variant did to it. `RULES` is their order.
+They read the *live* PEFT model: its config alone does not tell what `set_scale` or a variant did to it. `RULES` is
+their order.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ def _is_alone(inspected: InspectedAdapter) -> Iterator[Finding]:
             continue
         yield (
             "reject",
-            f"{name} carries a {kind.__name__} of another method as well. Merge or unload that one, then prepare the base.",
+            f"{name} carries a {kind.__name__} of another method as well. Merge or unload that one, then prepare the "
+            "base.",
         )
         return
 
@@ -118,14 +120,15 @@ def _is_on(inspected: InspectedAdapter) -> Iterator[Finding]:
         if set(layer.active_adapters) & here != wanted & here:
             yield (
                 "reject",
-                f"The active adapters at {name} differ from those of the rest of the model ({layer.active_adapters}). Call "
-                f"model.set_adapter({inspected.adapter!r}).",
+                f"The active adapters at {name} differ from those of the rest of the model ({layer.active_adapters}). "
+                f"Call model.set_adapter({inspected.adapter!r}).",
             )
             return
 
 
 def _is_hooked(module: Any) -> bool:
-    """More than its own forward runs in it; hooks by which ZeRO-3 gathers its weights, and frees them, compute nothing."""
+    """More than its own forward runs in it; hooks by which ZeRO-3 gathers its weights, and frees them, compute
+    nothing."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     is_replaced = "forward" in vars(module) and not is_shortened(module)
     return is_replaced or any(not str(getattr(hook, "__module__", "")).startswith("deepspeed.") for hook in hooks)
@@ -169,13 +172,14 @@ def _is_on_the_language_model(inspected: InspectedAdapter) -> Iterator[Finding]:
         more = f" and {len(there) - 1} more" if len(there) > 1 else ""
         yield (
             "full_weights",
-            f"{there[0]}{more} belong to the vision tower, on which the engine would leave the adapter out without an error. Adapt the language "
-            f"model alone: target_modules=r'{LANGUAGE_LINEARS}'.",
+            f"{there[0]}{more} belong to the vision tower, on which the engine would leave the adapter out without an "
+            f"error. Adapt the language model alone: target_modules=r'{LANGUAGE_LINEARS}'.",
         )
 
 
 def _is_off_the_experts(inspected: InspectedAdapter) -> Iterator[Finding]:
-    """Fused experts and the router of a mixture: no linears in transformers, and in the engine on a kernel that takes no adapter.
+    """Fused experts and the router of a mixture: no linears in transformers, and in the engine on a kernel that takes
+    no adapter.
 
     Experts that are linears, those of a base with 4-bit experts, are adapted one by one like any other.
     """
@@ -185,7 +189,8 @@ def _is_off_the_experts(inspected: InspectedAdapter) -> Iterator[Finding]:
     reached = [name.removesuffix(".base_layer") for name in (*reached, *inspected.replaced)]
     there = list(dict.fromkeys(name for name in reached if name.startswith(mixtures)))
     if mixtures and not there and (asked := getattr(inspected.config, "target_parameters", None)):
-        # PEFT 0.21 rewrites gate_proj and its like so where experts are fused, and does not reach the MLP of a layer without experts.
+        # PEFT 0.21 rewrites gate_proj and its like so where experts are fused, and does not reach the MLP of a layer
+        # without experts.
         there = [f"target_parameters={sorted(asked)}"]
     if not there:
         return
@@ -193,8 +198,8 @@ def _is_off_the_experts(inspected: InspectedAdapter) -> Iterator[Finding]:
     on_experts = ", or its linears in a base with 4-bit experts (prepare_base(..., quantize_experts=True))"
     yield (
         "full_weights",
-        f"{there[0]}{more}: fused experts or router of a mixture, whose adapters the engine does not apply. Adapt the attention alone: "
-        f"target_modules={list(ATTENTION)}{'' if linears else on_experts}.",
+        f"{there[0]}{more}: fused experts or router of a mixture, whose adapters the engine does not apply. Adapt the "
+        f"attention alone: target_modules={list(ATTENTION)}{'' if linears else on_experts}.",
     )
 
 
@@ -224,15 +229,15 @@ def _is_plain(inspected: InspectedAdapter) -> Iterator[Finding]:
         if is_peft and title in methods.INPUT_VARIANTS:
             yield (
                 "reject",
-                f"{methods.INPUT_VARIANTS[title]} (first at {name}): it is no fixed change of weights, so no sampler can load it. Leave it "
-                "out of LoraConfig.",
+                f"{methods.INPUT_VARIANTS[title]} (first at {name}): it is no fixed change of weights, so no sampler "
+                "can load it. Leave it out of LoraConfig.",
             )
         elif variant is None or (is_peft and title in methods.WEIGHT_VARIANTS):
             what = methods.WEIGHT_VARIANTS[title or "DoraLinearVariant"]
             yield (
                 "full_weights",
-                f"{what}: more than B @ A (first at {name}); vLLM cannot serve it as LoRA. Switch the variant off (such as "
-                f"use_dora=False){_or_full(inspected)}.",
+                f"{what}: more than B @ A (first at {name}); vLLM cannot serve it as LoRA. Switch the variant off "
+                f"(such as use_dora=False){_or_full(inspected)}.",
             )
         else:
             yield (
@@ -259,8 +264,8 @@ def _is_linear(inspected: InspectedAdapter) -> Iterator[Finding]:
         elif head in (layer, base) or name.split(".")[-1] == "lm_head":
             yield (
                 "full_weights",
-                f"{name} is the output head, whose adapter vLLM leaves out of prompt logprobs (vllm#51594). Leave it out of "
-                "target_modules.",
+                f"{name} is the output head, whose adapter vLLM leaves out of prompt logprobs (vllm#51594). Leave it "
+                "out of target_modules.",
             )
         elif not kind.__module__.startswith("peft.tuners.lora."):
             yield (
@@ -333,7 +338,8 @@ def _trains_no_base(inspected: InspectedAdapter) -> Iterator[Finding]:
 
 
 def _keeps_the_tie(inspected: InspectedAdapter) -> Iterator[Finding]:
-    """An engine that ties head and embedding holds one weight: what trains one of them must be what trains the other."""
+    """An engine that ties head and embedding holds one weight: what trains one of them must be what trains the
+    other."""
     base = inspected.base
     config = getattr(base, "config", None)
     if config is None or not getattr(config.get_text_config(), "tie_word_embeddings", False):
@@ -346,8 +352,9 @@ def _keeps_the_tie(inspected: InspectedAdapter) -> Iterator[Finding]:
     if trained[0] != trained[1]:
         yield (
             "reject",
-            "The model ties its output head to the embedding (tie_word_embeddings), and the adapter trains them apart; an engine that "
-            "ties them too cannot hold both. Adapt both in the same way (PEFT: ensure_weight_tying=True), or leave them out.",
+            "The model ties its output head to the embedding (tie_word_embeddings), and the adapter trains them apart; "
+            "an engine that ties them too cannot hold both. Adapt both in the same way (PEFT: "
+            "ensure_weight_tying=True), or leave them out.",
         )
 
 
@@ -357,8 +364,9 @@ def _keeps_the_vocabulary(inspected: InspectedAdapter) -> Iterator[Finding]:
     if before is not None and now is not None and shape_of(now)[0] != before:
         yield (
             "reject",
-            f"The embedding has {shape_of(now)[0]} rows and the base {before}: tokens were added after it was prepared, and the "
-            "engine has no rows for them. Resize the embedding of the original model, then prepare it.",
+            f"The embedding has {shape_of(now)[0]} rows and the base {before}: tokens were added after it was "
+            "prepared, and the engine has no rows for them. Resize the embedding of the original model, then prepare "
+            "it.",
         )
 
 
@@ -371,8 +379,9 @@ def _keeps_the_base(inspected: InspectedAdapter) -> Iterator[Finding]:
         if init.lower().startswith(methods.BASE_CHANGING_INITS):
             yield (
                 "full_weights",
-                f"init_lora_weights={init!r} (of adapter {name!r}) changes the base, so the adapter fits no other base. "
-                "Start it with start_adapter, which leaves the base as it is, or convert it (PEFT: path_initial_model_for_weight_conversion).",
+                f"init_lora_weights={init!r} (of adapter {name!r}) changes the base, so the adapter fits no other "
+                "base. Start it with start_adapter, which leaves the base as it is, or convert it (PEFT: "
+                "path_initial_model_for_weight_conversion).",
             )
         else:
             yield "reject", f"init_lora_weights={init!r} is an unknown initialisation. Use init_lora_weights=True."
@@ -383,7 +392,8 @@ def _is_finite(inspected: InspectedAdapter) -> Iterator[Finding]:
     if where is not None:
         yield (
             "reject",
-            f"The adapter holds NaN or infinite values at {where}. Go back to the last checkpoint with a lower learning rate.",
+            f"The adapter holds NaN or infinite values at {where}. Go back to the last checkpoint with a lower "
+            "learning rate.",
         )
 
 

@@ -57,7 +57,8 @@ def finds_nothing(error: BaseException) -> bool:
 
 
 def warn_of_unmatched(lora: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Name the entries of a list of `target_modules` that no adapted module has; PEFT says so only where none of them matches.
+    """Name the entries of a list of `target_modules` that no adapted module has; PEFT says so only where none of them
+    matches.
 
     Args:
         lora: PEFT's config.

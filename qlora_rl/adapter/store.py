@@ -41,7 +41,8 @@ def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def write_origin(directory: Path, base_identity: str) -> None:
-    """Store next to an adapter on which base it was trained (`PreparedBase.identity`); `judge_adapter` of the directory compares it."""
+    """Store next to an adapter on which base it was trained (`PreparedBase.identity`); `judge_adapter` of the directory
+    compares it."""
     (directory / ORIGIN).write_text(json.dumps({"base_identity": base_identity}))
 
 
@@ -127,13 +128,13 @@ class AdapterStore:
             shutil.rmtree(staging, ignore_errors=True)
             if not self.root.is_dir():
                 raise SyncError(
-                    f"writing adapter version={version}: {self.root} is gone (the strategy was closed, or something cleaned it "
-                    "up). Make a new trainer or strategy."
+                    f"writing adapter version={version}: {self.root} is gone (the strategy was closed, or something "
+                    "cleaned it up). Make a new trainer or strategy."
                 ) from error
             free_mib = shutil.disk_usage(self.root).free / 2**20
             raise SyncError(
-                f"writing adapter version={version}: {error}. {bundle.nbytes / 2**20:.1f} MiB are needed and {free_mib:.1f} "
-                f"MiB are free at {self.root}. Free some, or pass another directory with sync_dir=."
+                f"writing adapter version={version}: {error}. {bundle.nbytes / 2**20:.1f} MiB are needed and "
+                f"{free_mib:.1f} MiB are free at {self.root}. Free some, or pass another directory with sync_dir=."
             ) from error
         self._versions.append(target)
         return target

@@ -1,7 +1,8 @@
 """`judge_adapter`: is this adapter synced as plain LoRA, as full weights, or not at all?
 
-The rules (adapter/rules.py) are read in order over the live PEFT model. Every rule that finds something adds a reason; the gravest
-kind wins. A directory is opened as a live model without weights first (adapter/directory.py), and goes through the same rules.
+The rules (adapter/rules.py) are read in order over the live PEFT model. Every rule that finds something adds a reason;
+the gravest kind wins. A directory is opened as a live model without weights first (adapter/directory.py), and goes
+through the same rules.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ def judge_adapter(
     Args:
         model_or_directory: a PeftModel, or the directory of an adapter or of a run.
         capabilities: of the engine that is to serve it; by default the limits of vLLM.
-        base: for a directory: the base that it is meant for (a checkpoint or a prepared base), whose names and shapes it
-            must fit. By default the one that the directory names, where that is a directory here.
+        base: for a directory: the base that it is meant for (a checkpoint or a prepared base), whose names and shapes
+            it must fit. By default the one that the directory names, where that is a directory here.
 
     Returns:
         The verdict; pure, nothing is changed or moved.

@@ -28,7 +28,8 @@ class Chat:
 def chat_of(model: str, *, trust_remote_code: bool = False) -> Chat:
     """The chat template of a model.
 
-    Of a tokenizer that cannot be read, what is published; of an unknown one, a template that takes everything: the run checks it.
+    Of a tokenizer that cannot be read, what is published; of an unknown one, a template that takes everything: the run
+    checks it.
     """
     from transformers import AutoTokenizer
 

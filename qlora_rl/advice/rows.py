@@ -65,7 +65,8 @@ def tables_for(
         takes_images: the model takes images.
 
     Raises:
-        ConfigConflictError: it cannot be loaded, has no columns for the method (names those that it has), or has images and the model takes none.
+        ConfigConflictError: it cannot be loaded, has no columns for the method (names those that it has), or has images
+            and the model takes none.
     """
     chat = chat or Chat()
     given: dict[str, Any] = {key: value for key, value in (("subset", subset), ("split", split)) if value is not None}
@@ -127,7 +128,8 @@ def _told(name: str, known: Mapping[str, Any], task: str) -> Mapping[str, Any]:
     if told is None:
         fit = [method for method in METHODS if method in known]
         raise ConfigConflictError(
-            f"choosing the data: {name} is for --task {' or '.join(fit)}; it has no columns that {task} learns from. Pass another dataset."
+            f"choosing the data: {name} is for --task {' or '.join(fit)}; it has no columns that {task} learns from. "
+            "Pass another dataset."
         )
     return told
 
@@ -146,8 +148,8 @@ def _seen(
     if images is not None:
         if not takes_images:
             raise ConfigConflictError(
-                f"choosing the data: {name} holds images ({images}), and the model takes none. Use a vision-language model (docs/images.md), or "
-                "data without that column."
+                f"choosing the data: {name} holds images ({images}), and the model takes none. Use a vision-language "
+                "model (docs/images.md), or data without that column."
             )
         data["images"] = images
     told: dict[str, Any] = {"data": data, "comments": {}}
@@ -176,7 +178,8 @@ def _seen(
 def _rewards(
     name: str, answers: Sequence[str], rows: Mapping[str, Sequence[Any]], columns: Sequence[str], told: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """The reward of ours that compares a completion with the answer; of GSM8K's form also its others, and what asks for that form."""
+    """The reward of ours that compares a completion with the answer; of GSM8K's form also its others, and what asks for
+    that form."""
     if not answers:
         raise _lacks(name, f"an answer to compare with ({', '.join(_ANSWERS)})", columns, " --reward path.py:function")
     column = answers[0]
@@ -190,8 +193,8 @@ def _rewards(
     longest = max(map(len, values), default=0)
     if longest > _SHORT:
         raise ConfigConflictError(
-            f"choosing the reward: {column} of {name} has answers of up to {longest} characters, which no completion repeats. Pass a reward "
-            "function of your own: --reward path.py:function."
+            f"choosing the reward: {column} of {name} has answers of up to {longest} characters, which no completion "
+            "repeats. Pass a reward function of your own: --reward path.py:function."
         )
     are_numbers = all(final_number(each) is not None for each in values)
     use = "numeric_match" if are_numbers else "exact_match"

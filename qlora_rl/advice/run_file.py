@@ -65,7 +65,8 @@ def run_file(
     lines = [
         *([f"# Written by `{command}`."] if command else []),
         "# `qlora-rl data FILE` prints the prompts as the model will see them; `qlora-rl train FILE` trains.",
-        "# Sources: QLoRA: arXiv 2305.14314. LWR: LoRA Without Regret, thinkingmachines.ai/blog/lora. TRL: defaults of 1.16.",
+        "# Sources: QLoRA: arXiv 2305.14314. LWR: LoRA Without Regret, thinkingmachines.ai/blog/lora. TRL: defaults of "
+        "1.16.",
         *(["# TIS: truncated importance sampling, docs/fidelity.md."] if advice.task == "grpo" else []),
         f"# Memory estimate: {str(advice.estimate).splitlines()[0]}",
         *([f"# T{str(advice.pace)[1:]}"] if advice.pace and advice.fits else []),

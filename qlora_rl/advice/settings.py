@@ -1,10 +1,12 @@
 """`recommend`: settings for QLoRA that are known to work, each with its source, made to fit into a card.
 
 Sources:
-    QLoRA: Dettmers, Pagnoni, Holtzman, Zettlemoyer, "QLoRA: Efficient Finetuning of Quantized LLMs", 2023 (arXiv 2305.14314).
+    QLoRA: Dettmers, Pagnoni, Holtzman, Zettlemoyer, "QLoRA: Efficient Finetuning of Quantized LLMs", 2023 (arXiv
+        2305.14314).
     LWR: Schulman and Thinking Machines Lab, "LoRA Without Regret", 2025 (thinkingmachines.ai/blog/lora).
     TRL: its documentation and the defaults of its configs, 1.16.
-    TIS: Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025 (truncated importance sampling).
+    TIS: Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025 (truncated
+        importance sampling).
 """
 
 from __future__ import annotations
@@ -117,15 +119,17 @@ def recommend(
     """Settings for one model, task and card.
 
     - NF4 with double quantisation, 64 weights to a scale, bf16 to compute in: QLoRA, section 3 and table 4.
-    - LoRA on every linear: QLoRA (figure 2: needed to match full fine-tuning) and LWR (attention alone is worse at equal size).
-    - Rank 16 for reinforcement and preferences, which teach little per sequence (LWR: down to rank 1); 64 for SFT (QLoRA's). Alpha 32
-      with PEFT's alpha / r (LWR): the best learning rate then hardly depends on the rank.
+    - LoRA on every linear: QLoRA (figure 2: needed to match full fine-tuning) and LWR (attention alone is worse at
+      equal size).
+    - Rank 16 for reinforcement and preferences, which teach little per sequence (LWR: down to rank 1); 64 for SFT
+      (QLoRA's). Alpha 32 with PEFT's alpha / r (LWR): the best learning rate then hardly depends on the rank.
     - No dropout: LWR uses none, QLoRA needs it for small models only; in GRPO it would be a distance to the engine.
     - Ten times the learning rate of full fine-tuning (LWR; TRL's default is the latter), 15 times in a run of less than
       100 steps (LWR); constant (LWR, QLoRA), after a short warm-up. In SFT half of it from 30 B on (QLoRA, table 9). Of
       the other methods TRL's default is taken as that of 8 B, and the rate falls with the square root of the
       parameters; that is our rule.
-    - Paged 8-bit AdamW on CUDA (paging: QLoRA, section 3; 8-bit states: Dettmers et al. 2022, arXiv 2110.02861); torch's on a CPU.
+    - Paged 8-bit AdamW on CUDA (paging: QLoRA, section 3; 8-bit states: Dettmers et al. 2022, arXiv 2110.02861);
+      torch's on a CPU.
     - Gradient checkpointing: QLoRA; TRL's default.
     - 64 completions or 32 other sequences a step: LWR finds LoRA less tolerant of large batches than full fine-tuning.
     - In GRPO truncated importance sampling by token: TIS, and docs/fidelity.md#the-correction.
@@ -138,8 +142,8 @@ def recommend(
     Args:
         model: checkpoint or base directory, config.json, or hub name; no weight is read.
         task: "grpo", "rloo", "sft" or "dpo".
-        gpu_memory: all that the run may hold, in GiB; the size of a card, such as 24 or "24GB", is what these cards have, less a
-            reserve (`memory/cards.py`); `None` for no limit.
+        gpu_memory: all that the run may hold, in GiB; the size of a card, such as 24 or "24GB", is what these cards
+            have, less a reserve (`memory/cards.py`); `None` for no limit.
         max_length: prompt plus completion, in tokens, at most; by default 2048.
         max_steps: of the run.
         device: "cuda" or "cpu"; by default CUDA where there is some, or a card was named.
@@ -250,7 +254,8 @@ def _turned_on(estimate: MemoryEstimate) -> list[Way]:
 
 
 def _fitted(config: Any, task: str, max_length: int, request: Mapping[str, Any]) -> MemoryEstimate:
-    """The memory estimate of the largest batch that fits at full length, if need be with what the plan turns on; or of one sequence, shorter."""
+    """The memory estimate of the largest batch that fits at full length, if need be with what the plan turns on; or of
+    one sequence, shorter."""
     text = config.get_text_config()
     positions = engine_positions(config) if task in _SAMPLING else getattr(text, "max_position_embeddings", None)
     pairs = 2 if task == "dpo" else 1  # chosen and rejected, in one forward

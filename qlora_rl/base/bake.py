@@ -1,4 +1,5 @@
-"""`bake_base`: the 4-bit base dequantised once, into a plain checkpoint with exactly the weights that the trainer multiplies with.
+"""`bake_base`: the 4-bit base dequantised once, into a plain checkpoint with exactly the weights that the trainer
+multiplies with.
 
 For engines that cannot load bitsandbytes (tensor parallelism, other servers); no plugin is needed to serve it.
 """
@@ -25,8 +26,8 @@ def bake_base(
 
     Args:
         base: directory made by `prepare_base`.
-        dtype: of the result; by default the compute dtype of the base. "float32" keeps the products of codes and scales as
-            they are; the 16-bit dtypes round each once, as bitsandbytes' kernels do.
+        dtype: of the result; by default the compute dtype of the base. "float32" keeps the products of codes and scales
+            as they are; the 16-bit dtypes round each once, as bitsandbytes' kernels do.
         out: directory to write; by default one in the cache.
 
     Returns:

@@ -61,8 +61,8 @@ class PreparedBase:
         path: the directory.
         spec: how it is quantised.
         identity: of what it is (hex): weights, tokenizer, config. Two bases with one identity are the same base.
-        inputs: digest of what went in (hex): the source's bytes, the settings, the tokenizer. Names the directory in the cache, and
-            says nothing of what came out.
+        inputs: digest of what went in (hex): the source's bytes, the settings, the tokenizer. Names the directory in
+            the cache, and says nothing of what came out.
         parent: identity of the 4-bit base that this one was baked from, if it was.
     """
 
@@ -111,10 +111,11 @@ def prepare_base(
         double_quant: quantise the block scales too.
         blocksize: weights per scale.
         compute_dtype: dtype of activations and of what is not quantised.
-        skip_modules: further linears that stay unquantised: names, or parts of them such as "down_proj" and "layers.1.mlp"; of linears that
-            vLLM fuses (q, k and v; gate and up) all or none.
+        skip_modules: further linears that stay unquantised: names, or parts of them such as "down_proj" and
+            "layers.1.mlp"; of linears that vLLM fuses (q, k and v; gate and up) all or none.
         quantize_experts: hold the experts of a mixture in 4 bits too, by default in `compute_dtype`.
-        quantize_tower: hold vision tower and projector of a vision-language model in 4 bits too, where their widths are multiples of `blocksize`.
+        quantize_tower: hold vision tower and projector of a vision-language model in 4 bits too, where their widths are
+            multiples of `blocksize`.
         out: directory to write; by default one in the cache, named after what goes in.
         tokenizer: stored with the base; by default the one that belongs to `model`.
         revision: of a hub model.
@@ -136,8 +137,8 @@ def prepare_base(
         base = open_base(source)
         if spec not in (QuantSpec(), base.spec):
             raise ConfigConflictError(
-                f"preparing a base: {source} is a prepared base already ({base.spec.label}) and cannot become {spec.label}. Start "
-                "from the original model."
+                f"preparing a base: {source} is a prepared base already ({base.spec.label}) and cannot become "
+                f"{spec.label}. Start from the original model."
             )
         if out is not None and Path(out).resolve() != source.resolve():
             raise ConfigConflictError(f"preparing a base: {source} is a prepared base already. Copy it to {out}.")
@@ -194,8 +195,8 @@ def _load_source(source: Path, trust_remote_code: bool) -> Any:
     if reasons:
         more = f"; and {len(reasons) - 5} more" if len(reasons) > 5 else ""
         raise BaseIncompleteError(
-            f"preparing a base: {source} does not hold the whole model: {'; '.join(reasons[:5])}{more}. Pass the checkpoint of a causal "
-            "language model with all of its weights.",
+            f"preparing a base: {source} does not hold the whole model: {'; '.join(reasons[:5])}{more}. Pass the "
+            "checkpoint of a causal language model with all of its weights.",
             reasons=reasons,
         )
     return model
@@ -248,8 +249,8 @@ def open_base(path: str | os.PathLike[str], *, verify: bool = True) -> PreparedB
     if form != FORMAT:
         which = "an earlier" if isinstance(form, int) and form < FORMAT else "another"
         raise BaseIncompleteError(
-            f"opening a base: {directory}: format={form} != {FORMAT}: {which} version has prepared it. Remove the directory and prepare it "
-            "again with this one."
+            f"opening a base: {directory}: format={form} != {FORMAT}: {which} version has prepared it. Remove the "
+            "directory and prepare it again with this one."
         )
     try:
         reasons = list(misfits(directory, manifest["files"], verify=verify))
@@ -285,8 +286,8 @@ def load_base(
     Args:
         base: directory made by `prepare_base`.
         device: where to; by default the current GPU, or the CPU where there is none.
-        attn_implementation: handed to transformers. By default its choice; ours, "sdpa_per_sequence", where that would leave out the
-            `attn_logit_softcapping` of the config.
+        attn_implementation: handed to transformers. By default its choice; ours, "sdpa_per_sequence", where that would
+            leave out the `attn_logit_softcapping` of the config.
         trust_remote_code: handed to transformers.
 
     Raises:
@@ -313,7 +314,8 @@ def load_base(
 
 @contextlib.contextmanager
 def building(base: PreparedBase) -> Iterator[None]:
-    """While it lasts transformers makes the model of `base` whole, and with the layers that its stored weights are for."""
+    """While it lasts transformers makes the model of `base` whole, and with the layers that its stored weights are
+    for."""
     from transformers import AutoConfig
 
     with contextlib.ExitStack() as stack:
@@ -486,7 +488,8 @@ def _publish(
 
 
 def _digest_inputs(source: str, spec: QuantSpec, *others: str) -> str:
-    """`PreparedBase.inputs`: another format makes something else of the same source, as does another rule of `skip_modules`."""
+    """`PreparedBase.inputs`: another format makes something else of the same source, as does another rule of
+    `skip_modules`."""
     rule = ["skips whole modules, lists each linear"] if {*spec.skip_modules} - {"lm_head"} else []
     return digest_parts([str(FORMAT), source, json.dumps(spec.as_dict(), sort_keys=True), *others, *rule])
 

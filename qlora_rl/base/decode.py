@@ -28,11 +28,12 @@ def uses_avx512() -> bool:
 
 
 def decoder(quant_type: str, blocksize: int) -> Decode | None:
-    """A function (codes, absmax, out) that writes bf16 weights [rows, I] into `out`; `None` where bitsandbytes has none.
+    """A function (codes, absmax, out) that writes bf16 weights [rows, I] into `out`; `None` where bitsandbytes has
+    none.
 
-    bitsandbytes' own function allocates its result at each call, which for a large weight takes longer than the decoding: the pages are
-    freed and fetched again. The kernel underneath is the same, so is its result, bit for bit. The name is private to
-    bitsandbytes 0.50; remove when `dequantize_4bit(out=...)` writes into `out` on the CPU.
+    bitsandbytes' own function allocates its result at each call, which for a large weight takes longer than the
+    decoding: the pages are freed and fetched again. The kernel underneath is the same, so is its result, bit for bit.
+    The name is private to bitsandbytes 0.50; remove when `dequantize_4bit(out=...)` writes into `out` on the CPU.
 
     Args:
         quant_type: "nf4" or "fp4".
@@ -68,8 +69,8 @@ def decoder(quant_type: str, blocksize: int) -> Decode | None:
 class TableDecoder:
     """As `decoder`'s function, but two weights at a time out of a table of the 256 bytes.
 
-    bitsandbytes' kernel takes 1.3 ns for a weight where it runs without AVX-512, this one a third of that. `index_select` is the faster
-    kernel with one thread, and has no more than one.
+    bitsandbytes' kernel takes 1.3 ns for a weight where it runs without AVX-512, this one a third of that.
+    `index_select` is the faster kernel with one thread, and has no more than one.
 
     Args:
         values: what the 16 codes mean, float32 [16].
@@ -108,9 +109,11 @@ def decode_plainly(codes: torch.Tensor, state: Any) -> torch.Tensor:
 def fused_product(
     x: torch.Tensor, codes: torch.Tensor, absmax: torch.Tensor, shape: Sequence[int], blocksize: int, quant_type: str
 ) -> torch.Tensor:
-    """x [..., I] times the weight [O, I] that the codes stand for, by the operator of bitsandbytes that its layers call.
+    """x [..., I] times the weight [O, I] that the codes stand for, by the operator of bitsandbytes that its layers
+    call.
 
-    On a GPU that is one fused kernel, or, from some number of rows on, a decoded weight and a plain product; bitsandbytes chooses.
+    On a GPU that is one fused kernel, or, from some number of rows on, a decoded weight and a plain product;
+    bitsandbytes chooses.
 
     Args:
         x: bf16, fp16 or float32.
@@ -129,7 +132,8 @@ def fused_product(
 def decoded_weight(
     codes: torch.Tensor, absmax: torch.Tensor, shape: Sequence[int], blocksize: int, quant_type: str, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The weight [O, I] in `dtype`, as bitsandbytes' own kernel for the device decodes it; arguments as of `fused_product`."""
+    """The weight [O, I] in `dtype`, as bitsandbytes' own kernel for the device decodes it; arguments as of
+    `fused_product`."""
     require_bitsandbytes()
     return torch.ops.bitsandbytes.dequantize_4bit.default(
         codes.view(-1, 1), absmax, blocksize, quant_type, list(shape), dtype

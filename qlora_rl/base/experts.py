@@ -1,8 +1,10 @@
-"""Mixtures of experts: which are supported, and what checkpoints call the matrices of their experts; `Names`: and all other weights.
+"""Mixtures of experts: which are supported, and what checkpoints call the matrices of their experts; `Names`: and all
+other weights.
 
-transformers holds the experts of a layer in two tensors, `experts.gate_up_proj` [E, 2I, H] and `experts.down_proj` [E, H, I]. Published
-checkpoints, vLLM and a base directory have three matrices for each expert. A base is written, compared and exported by the latter names.
-Experts that are 4-bit are linears in the trainer too (`experts_as_linears`), each with the codes and scales of one matrix.
+transformers holds the experts of a layer in two tensors, `experts.gate_up_proj` [E, 2I, H] and `experts.down_proj` [E,
+H, I]. Published checkpoints, vLLM and a base directory have three matrices for each expert. A base is written, compared
+and exported by the latter names. Experts that are 4-bit are linears in the trainer too (`experts_as_linears`), each
+with the codes and scales of one matrix.
 
 Shape letters: E experts, I inner width of one, H hidden size, T tokens, K chosen experts of a token.
 """
@@ -78,7 +80,8 @@ def naming_of(model: Any) -> Naming | None:
 
 
 def stored_parts(naming: Naming | None, name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """A weight of transformers' model by the names of checkpoints: one by one the matrices of all experts, else itself; views.
+    """A weight of transformers' model by the names of checkpoints: one by one the matrices of all experts, else itself;
+    views.
 
     Args:
         naming: `naming_of` its model.
@@ -147,7 +150,8 @@ def of_expert(name: str) -> bool:
 
 
 def mixtures_in(model: torch.nn.Module) -> list[str]:
-    """Names in transformers' model of the modules that hold experts and their router, one in each layer that is a mixture."""
+    """Names in transformers' model of the modules that hold experts and their router, one in each layer that is a
+    mixture."""
     if naming_of(model) is None:
         return []
     return [name.removesuffix(".experts") for name, _ in model.named_modules() if name.endswith(".mlp.experts")]
@@ -161,7 +165,8 @@ def mix(
 ) -> torch.Tensor:
     """What the chosen experts make of each token, weighted and added up in the order of the experts; [T, H].
 
-    Trainer and engine both call this, so that they round alike. Each expert is called once at most, with all tokens that chose it.
+    Trainer and engine both call this, so that they round alike. Each expert is called once at most, with all tokens
+    that chose it.
 
     Args:
         x_TH: hidden states.
@@ -228,7 +233,8 @@ class LinearExperts(torch.nn.Module):
 
 @contextlib.contextmanager
 def experts_as_linears(config: Any) -> Iterator[None]:
-    """While it lasts transformers makes the experts of a mixture with this config as `LinearExperts`, and takes their names in checkpoints as they are.
+    """While it lasts transformers makes the experts of a mixture with this config as `LinearExperts`, and takes their
+    names in checkpoints as they are.
 
     bitsandbytes' integration quantises linears alone. Remove when transformers loads 4-bit experts.
     """
@@ -258,8 +264,8 @@ def experts_as_linears(config: Any) -> Iterator[None]:
 def leave_names_of_linears() -> None:
     """From now on PEFT takes the names of experts that are linears as they are, in configs and in directories.
 
-    PEFT 0.21 takes `gate_proj` and its like in these models for parts of transformers' fused tensors, whatever the model holds, and then
-    reaches nothing. Of all other models it goes on as before. Remove when it looks at the model.
+    PEFT 0.21 takes `gate_proj` and its like in these models for parts of transformers' fused tensors, whatever the
+    model holds, and then reaches nothing. Of all other models it goes on as before. Remove when it looks at the model.
     """
     from peft.utils import transformers_weight_conversion as conversion
 

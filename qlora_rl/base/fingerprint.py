@@ -1,9 +1,9 @@
 """What a base *is*, module by module, wherever it is held; and how two of them differ.
 
-Two digests. *file*: the stored bytes, written by `prepare_base` into the manifest and checked whenever a base is opened.
-*function*: what the module computes with, however it is stored: packed codes, the exact scales (absmax, un-nested, float32
-bits), code table, block size, shape and type of a 4-bit linear; bytes and dtype of everything else. The trainer's model
-and the engine's must have the same *function*; their ways of holding it differ.
+Two digests. *file*: the stored bytes, written by `prepare_base` into the manifest and checked whenever a base is
+opened. *function*: what the module computes with, however it is stored: packed codes, the exact scales (absmax,
+un-nested, float32 bits), code table, block size, shape and type of a 4-bit linear; bytes and dtype of everything else.
+The trainer's model and the engine's must have the same *function*; their ways of holding it differ.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class LeafDiff:
     """One difference at one weight.
 
     Attributes:
-        how: "codes", "scales", "table", "blocksize", "type", "shape", "values", "missing" (theirs has none), "unexpected";
-            or the name of another fact, such as "tokenizer".
+        how: "codes", "scales", "table", "blocksize", "type", "shape", "values", "missing" (theirs has none),
+            "unexpected"; or the name of another fact, such as "tokenizer".
         where: which rank of a sharded engine differs, in words.
     """
 
@@ -190,8 +190,8 @@ def identify(found: BaseFingerprint, compute_dtype: str) -> str:
 
 
 def linear_names(directory: str | os.PathLike[str]) -> list[str]:
-    """Last names of the linears of a base directory's language model (`q_proj`, ...) and of their fused forms; not of embeddings, head, experts and
-    their routers."""
+    """Last names of the linears of a base directory's language model (`q_proj`, ...) and of their fused forms; not of
+    embeddings, head, experts and their routers."""
     described = json.loads((Path(directory) / "fingerprint.json").read_text())["leaves"]
     owners = {name.removesuffix(".weight") for name, leaf in described.items() if len(leaf["shape"]) == 2}
     mixtures = tuple({name.partition("experts.")[0] for name in owners if ".experts." in name})

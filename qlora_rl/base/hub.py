@@ -1,4 +1,5 @@
-"""`hub_reachable`: is there a network? Without one, what is cached is used at once, and what is not is one error, not five minutes of retries."""
+"""`hub_reachable`: is there a network? Without one, what is cached is used at once, and what is not is one error, not
+five minutes of retries."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ def is_local(model: str | os.PathLike[str]) -> bool:
 def hub_reachable() -> bool:
     """Whether the hub's host takes a connection; tried once a process, for three seconds at most.
 
-    Where it does not, huggingface_hub and datasets are switched to their caches for the rest of the process, as `HF_HUB_OFFLINE=1` does.
-    Behind a proxy nothing is tried: only the proxy can reach it.
+    Where it does not, huggingface_hub and datasets are switched to their caches for the rest of the process, as
+    `HF_HUB_OFFLINE=1` does. Behind a proxy nothing is tried: only the proxy can reach it.
     """
     from huggingface_hub import constants
 
@@ -51,7 +52,10 @@ def hub_reachable() -> bool:
 def why_missing(name: str) -> str:
     """Why the hub has given nothing of that name; with the way out."""
     if hub_reachable():
-        return f"the hub has no {name!r} that can be read from here. Check the name, log in if it is gated (`hf auth login`), or pass a path"
+        return (
+            f"the hub has no {name!r} that can be read from here. Check the name, log in if it is gated (`hf auth "
+            "login`), or pass a path"
+        )
     is_wanted = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
     why = "HF_HUB_OFFLINE is set. Unset it" if is_wanted else "the hub cannot be reached. Connect"
     here = "" if os.path.exists(name) else "is no path here, "

@@ -1,4 +1,5 @@
-"""Which of transformers' classes a base is loaded with, and what of a vision-language model is not its language model; and whether one drops anything."""
+"""Which of transformers' classes a base is loaded with, and what of a vision-language model is not its language model;
+and whether one drops anything."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def image_tokens(directory: str | os.PathLike[str]) -> list[int]:
 
 
 def image_tokens_of(config: Any) -> list[int]:
-    """Token ids that stand for images and videos: a completion that holds one could not be scored. Empty for a text model.
+    """Token ids that stand for images and videos: a completion that holds one could not be scored. Empty for a text
+    model.
 
     Args:
         config: transformers' config, or the content of a config.json.
@@ -68,7 +70,8 @@ def may_take_images(model: Any) -> bool:
 
 
 def auto_class(config: Any) -> Any:
-    """transformers' auto class for a config: `AutoModelForImageTextToText` where it takes images, else `AutoModelForCausalLM`."""
+    """transformers' auto class for a config: `AutoModelForImageTextToText` where it takes images, else
+    `AutoModelForCausalLM`."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     return AutoModelForImageTextToText if takes_images(config) else AutoModelForCausalLM
@@ -89,7 +92,8 @@ def load_processor(directory: str | os.PathLike[str], **options: Any) -> Any:
 def adaptable(config: Any, target_modules: str | Sequence[str]) -> str | Sequence[str]:
     """What of `target_modules` an adapter on a model of this config may be on.
 
-    "all-linear" is the attention alone in a mixture of experts, and the language model alone in a vision-language model.
+    "all-linear" is the attention alone in a mixture of experts, and the language model alone in a vision-language
+    model.
     """
     if target_modules != "all-linear":
         return target_modules
@@ -109,20 +113,22 @@ def check_vision_type(config: Any) -> None:
         return
     if config.model_type not in VISION_TYPES:
         raise NotYetSupportedError(
-            f"preparing a base: {config.model_type} takes images, and what vLLM makes of it has not been compared with transformers. Use one of "
-            f"{', '.join(VISION_TYPES)}, or a text model."
+            f"preparing a base: {config.model_type} takes images, and what vLLM makes of it has not been compared with "
+            f"transformers. Use one of {', '.join(VISION_TYPES)}, or a text model."
         )
     try:
         import torchvision  # noqa: F401
     except Exception as error:
         raise MissingDependencyError(
-            f"preparing a base: {config.model_type} needs torchvision for its processor ({type(error).__name__}: {error}). Install the build that "
-            "belongs to the installed torch: pip install torchvision, from the index that torch came from, or make setup in a checkout."
+            f"preparing a base: {config.model_type} needs torchvision for its processor ({type(error).__name__}: "
+            f"{error}). Install the build that belongs to the installed torch: pip install torchvision, from the index "
+            "that torch came from, or make setup in a checkout."
         ) from error
 
 
 def vision_parts(model: torch.nn.Module) -> list[str]:
-    """Names of the parts of a vision-language model that are not its language model: tower and projector, such as "model.visual"."""
+    """Names of the parts of a vision-language model that are not its language model: tower and projector, such as
+    "model.visual"."""
     config = getattr(model, "config", None)  # layers by name alone have none
     if config is None or not takes_images(config):
         return []
@@ -135,7 +141,8 @@ def vision_parts(model: torch.nn.Module) -> list[str]:
 
 
 def drops(module: torch.nn.Module) -> bool:
-    """The module itself, without those in it: a layer of dropout, or one with a rate, as attention and some MLPs have it."""
+    """The module itself, without those in it: a layer of dropout, or one with a rate, as attention and some MLPs have
+    it."""
     if isinstance(module, _DropoutNd):
         return module.p > 0
     return any("drop" in name and isinstance(rate, float) and rate > 0 for name, rate in vars(module).items())

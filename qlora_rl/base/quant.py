@@ -34,7 +34,8 @@ class QuantSpec:
         double_quant: the block scales (absmax) are themselves quantised to 8 bits (QLoRA, arXiv 2305.14314, section 3).
         blocksize: weights that share a scale.
         compute_dtype: torch name of the dtype of activations and of every parameter that is not quantised.
-        skip_modules: linears that stay unquantised: names, or parts of them (see `skips`); the output head is always one of them.
+        skip_modules: linears that stay unquantised: names, or parts of them (see `skips`); the output head is always
+            one of them.
         quantize_experts: the experts of a mixture are 4-bit too.
         quantize_tower: the vision tower and projector of a vision-language model are 4-bit too.
 
@@ -58,7 +59,8 @@ class QuantSpec:
                 object.__setattr__(self, name, False)
         if self.quant_type not in QUANT_TYPES:
             hint = (
-                "8-bit bases have no bit-exact way into vLLM; use quant='nf4' (half the memory) or quant='none' (16 bit)"
+                "8-bit bases have no bit-exact way into vLLM; use quant='nf4' (half the memory) or quant='none' (16 "
+                "bit)"
                 if "8" in self.quant_type
                 else f"Use one of {', '.join(map(repr, QUANT_TYPES))}"
             )
@@ -86,7 +88,8 @@ class QuantSpec:
         return getattr(torch, self.compute_dtype)
 
     def skips(self, name: str) -> bool:
-        """A linear is named in `skip_modules`, or is in a module that is: "down_proj", "layers.1.mlp", "model.layers.1"."""
+        """A linear is named in `skip_modules`, or is in a module that is: "down_proj", "layers.1.mlp",
+        "model.layers.1"."""
         return any(f".{entry}." in f".{name}." for entry in self.skip_modules)
 
     @property
@@ -150,7 +153,8 @@ def require_bitsandbytes() -> Any:
 def quantize_linear(weight_OI: torch.Tensor, spec: QuantSpec) -> dict[str, torch.Tensor]:
     """Quantise one weight into the tensors of a bitsandbytes checkpoint: the same bytes on every machine.
 
-    It is computed on the CPU, by operations that round each number alone: neither threads nor the width of vectors change the result.
+    It is computed on the CPU, by operations that round each number alone: neither threads nor the width of vectors
+    change the result.
 
     Args:
         weight_OI: float weight of a linear, on any device.
@@ -174,8 +178,8 @@ def quantize_linear(weight_OI: torch.Tensor, spec: QuantSpec) -> dict[str, torch
 def _quantize_scales(state: Any) -> Any:
     """A QuantState with the scales of `state` in 8 bits (QLoRA's double quantisation, arXiv 2305.14314, section 3).
 
-    bitsandbytes' own double quantisation depends on the machine: the mean is rounded by the number of threads, the 256 values by the
-    width of vectors, and its kernel's instructions are those of the processor. Here the sum is exact.
+    bitsandbytes' own double quantisation depends on the machine: the mean is rounded by the number of threads, the 256
+    values by the width of vectors, and its kernel's instructions are those of the processor. Here the sum is exact.
     """
     absmax = state.absmax.flatten()
     offset = torch.tensor(math.fsum(absmax.tolist()) / absmax.numel(), dtype=torch.float32)
@@ -199,9 +203,11 @@ def _quantize_scales(state: Any) -> Any:
 
 @functools.cache
 def _eight_bit_values() -> tuple[float, ...]:
-    """The 256 values of the signed dynamic 8-bit type (arXiv 1511.04561), in order, each rounded from its exact fraction.
+    """The 256 values of the signed dynamic 8-bit type (arXiv 1511.04561), in order, each rounded from its exact
+    fraction.
 
-    Each of seven powers of ten holds twice as many values as the one below it: the middles of equal parts of 0.1 to 1, times the power.
+    Each of seven powers of ten holds twice as many values as the one below it: the middles of equal parts of 0.1 to 1,
+    times the power.
     """
     positive = [
         (2 * parts + 9 * (2 * part + 1)) / (20 * parts * 10 ** (6 - power))
@@ -215,15 +221,16 @@ def _eight_bit_values() -> tuple[float, ...]:
 def exact_absmax(state: Any) -> torch.Tensor:
     """The scales of a QuantState as the float32 numbers that the dequantisation multiplies with, flat [blocks].
 
-    Double-quantised scales are un-nested: `code2[absmax] * absmax2 + offset`, in float32 like bitsandbytes' own kernels.
+    Double-quantised scales are un-nested: `code2[absmax] * absmax2 + offset`, in float32 like bitsandbytes' own
+    kernels.
 
     Raises:
         UnsupportedQuantError: the weight was repacked for the CPU, which has rounded its scales.
     """
     if getattr(state, "packing_format_for_cpu", False):
         raise UnsupportedQuantError(
-            "reading the scales: bitsandbytes has repacked this weight for the CPU (eval mode) and rounded its scales to bf16. "
-            "Load the model with qlora_rl.load_base, which forbids it."
+            "reading the scales: bitsandbytes has repacked this weight for the CPU (eval mode) and rounded its scales "
+            "to bf16. Load the model with qlora_rl.load_base, which forbids it."
         )
     if not state.nested:
         return state.absmax.float().flatten()
@@ -238,8 +245,9 @@ def dequantize_exactly(
 ) -> torch.Tensor:
     """The float32 weights [O, I] that 4-bit codes stand for: `table[code] * absmax`, in plain torch.
 
-    Rounded to bf16 or fp16 they are what bitsandbytes' kernels give, bit for bit, but for the sign of a zero: FP4 has two codes for it,
-    and what bitsandbytes makes of the second depends on the processor (-0 without AVX-512, 0 with it). A product is the same with either.
+    Rounded to bf16 or fp16 they are what bitsandbytes' kernels give, bit for bit, but for the sign of a zero: FP4 has
+    two codes for it, and what bitsandbytes makes of the second depends on the processor (-0 without AVX-512, 0 with
+    it). A product is the same with either.
 
     Args:
         codes: packed, two to a byte, the first in the high half; any storage dtype.
@@ -310,7 +318,8 @@ def keep_packing(model: torch.nn.Module) -> None:
 
 
 def store_as(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Let 4-bit codes be seen as `dtype`, for FSDP2, which shards nothing but floats; the same bytes, and no copy of them."""
+    """Let 4-bit codes be seen as `dtype`, for FSDP2, which shards nothing but floats; the same bytes, and no copy of
+    them."""
     bnb = require_bitsandbytes()
     for module in model.modules():
         if isinstance(module, bnb.nn.Linear4bit):
@@ -341,22 +350,26 @@ def spec_of(model: torch.nn.Module) -> QuantSpec:
         if isinstance(module, bnb.nn.Linear4bit):
             if module is head:  # transformers quantises it wherever llm_int8_skip_modules is given and does not name it
                 raise UnsupportedQuantError(
-                    f"reading the model's quantisation: the output head {name} is 4-bit, and vLLM holds it unquantised. Name it too where "
-                    f"the model is quantised (llm_int8_skip_modules=[{name!r}, ...]), or start from the 16-bit original.",
+                    f"reading the model's quantisation: the output head {name} is 4-bit, and vLLM holds it "
+                    f"unquantised. Name it too where the model is quantised (llm_int8_skip_modules=[{name!r}, ...]), "
+                    "or start from the 16-bit original.",
                     module=name,
                 )
             state = module.weight.quant_state
             if state is None:
                 raise UnsupportedQuantError(
-                    f"reading the model's quantisation: {name} is not quantised yet. Move the model to its device first.",
+                    f"reading the model's quantisation: {name} is not quantised yet. Move the model to its device "
+                    "first.",
                     module=name,
                 )
-            # Also where this device's kernel is right: the base may be served, and is compared, on a CPU whose kernel is not.
+            # Also where this device's kernel is right: the base may be served, and is compared, on a CPU whose kernel
+            # is not.
             if module.in_features % state.blocksize:
                 raise UnsupportedQuantError(
                     f"reading the model's quantisation: in_features={module.in_features} is no multiple of "
-                    f"blocksize={state.blocksize} at {name}: blocks span rows, and bitsandbytes' CPU kernel with AVX-512 takes the "
-                    "wrong scales for them. Leave the module out of the quantisation (llm_int8_skip_modules).",
+                    f"blocksize={state.blocksize} at {name}: blocks span rows, and bitsandbytes' CPU kernel with "
+                    "AVX-512 takes the wrong scales for them. Leave the module out of the quantisation "
+                    "(llm_int8_skip_modules).",
                     module=name,
                 )
             found.setdefault((state.quant_type, state.nested, state.blocksize), name)
@@ -368,7 +381,8 @@ def spec_of(model: torch.nn.Module) -> QuantSpec:
         return QuantSpec("none", False, 64, dtype)
     if len(found) > 1:
         raise UnsupportedQuantError(
-            f"reading the model's quantisation: its layers differ: {found}. Quantise it once with qlora_rl.prepare_base."
+            f"reading the model's quantisation: its layers differ: {found}. Quantise it once with "
+            "qlora_rl.prepare_base."
         )
     quant_type, nested, blocksize = next(iter(found))
     experts = any(isinstance(module, LinearExperts) for module in model.modules())

@@ -1,8 +1,9 @@
-"""A base that is sharded over several ranks of one engine: every shard is compared with the same slice of the base directory.
+"""A base that is sharded over several ranks of one engine: every shard is compared with the same slice of the base
+directory.
 
-The digest of a weight cannot be computed from digests of its shards. So each rank digests what it holds, and this module digests the
-same slice of the file. Where all of them agree and leave no gap, the ranks together hold the file's weight, and its
-digest is theirs.
+The digest of a weight cannot be computed from digests of its shards. So each rank digests what it holds, and this
+module digests the same slice of the file. Where all of them agree and leave no gap, the ranks together hold the file's
+weight, and its digest is theirs.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class Shard:
         return part if tuple(part.shape) == self.leaf.shape else None
 
 
-# What one rank holds of each weight, by transformers' name; of a weight whose parts were fused before they were cut, several pieces.
+# What one rank holds of each weight, by transformers' name; of a weight whose parts were fused before they were cut,
+# several pieces.
 Held = Mapping[str, Sequence[Shard]]
 
 

@@ -1,4 +1,5 @@
-"""Digests of what a base is made from: they name directories in the cache. What a base is says its identity, see base/fingerprint."""
+"""Digests of what a base is made from: they name directories in the cache. What a base is says its identity, see
+base/fingerprint."""
 
 from __future__ import annotations
 

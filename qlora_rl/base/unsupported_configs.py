@@ -1,7 +1,8 @@
-"""`check_function`: configs of which vLLM computes another function than transformers, with equal weights; rejected before a base is made.
+"""`check_function`: configs of which vLLM computes another function than transformers, with equal weights; rejected
+before a base is made.
 
-Each rule stands on a comparison of both sides in float32 (for dense models `benchmarks/configs.py`, docs/functions.md). Two sides that differ beyond some
-length only are served up to that length.
+Each rule stands on a comparison of both sides in float32 (for dense models `benchmarks/configs.py`, docs/functions.md).
+Two sides that differ beyond some length only are served up to that length.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ _SILU = frozenset({
     "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "glm", "glm4", "granite", "hyperclovax", "llama", "ministral3", "mistral", "mixtral", "olmoe", "phi3", "qwen2",
     "qwen3", "qwen3_moe", "seed_oss", "stablelm",
 })  # fmt: skip
-# With which values vLLM 0.31 computes, by type of model, whatever the config says: it does not read the field, or takes no other value. The first is the default.
+# With which values vLLM 0.31 computes, by type of model, whatever the config says: it does not read the field, or takes
+# no other value. The first is the default.
 _FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
     "apertus": {"hidden_act": ("xielu",)},
     "arcee": {"hidden_act": ("relu2",)},
@@ -49,14 +51,16 @@ _FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
     "stablelm": {"qk_layernorm": (False,), "use_parallel_residual": (False,)},
 }
 
-# Types whose layers all have the config's `sliding_window`, and those that choose by `layer_types`; in transformers, and in vLLM. All others have no window in
-# transformers, and vLLM gives a window that the config names to all layers, where `layer_types` does not say otherwise.
+# Types whose layers all have the config's `sliding_window`, and those that choose by `layer_types`; in transformers,
+# and in vLLM. All others have no window in transformers, and vLLM gives a window that the config names to all layers,
+# where `layer_types` does not say otherwise.
 _WINDOW_ON_ALL = frozenset({"mistral", "ministral3", "phi3", "starcoder2"})
 _WINDOW_BY_LAYER = frozenset({
     "cohere2", "cwm", "exaone4", "gemma2", "gemma3_text", "granite_swa", "ministral", "olmo3", "qwen2", "qwen3", "smollm3", "vaultgemma",
 })  # fmt: skip
 _VLLM_BY_LAYER = (_WINDOW_BY_LAYER | {"apertus", "granite", "llama", "mistral", "ministral3"}) - {"qwen2", "qwen3"}
-# Types whose attention in transformers rotates a part of each head; the others rotate all of it, whatever the config says. vLLM reads the field.
+# Types whose attention in transformers rotates a part of each head; the others rotate all of it, whatever the config
+# says. vLLM reads the field.
 _ROTATES_PART = frozenset({"glm", "glm4", "nemotron", "persimmon", "phi", "phi3", "stablelm"})
 
 
@@ -88,31 +92,33 @@ def check_function(config: Any, max_length: int | None = None, *, doing: str = "
     """
     if is_mixture(config) and config.model_type not in NAMINGS:
         raise NotYetSupportedError(
-            f"{doing}: {config.model_type} is a mixture of experts, and what vLLM makes of it has not been compared with transformers. "
-            f"Use one of {', '.join(NAMINGS)}, or a dense model."
+            f"{doing}: {config.model_type} is a mixture of experts, and what vLLM makes of it has not been compared "
+            f"with transformers. Use one of {', '.join(NAMINGS)}, or a dense model."
         )
     # vLLM 0.31 fuses gate and up of dense layers, and knows their parts only where `mlp_only_layers` lists such layers.
     if getattr(config, "decoder_sparse_step", 1) > 1 and not config.mlp_only_layers:
         raise NotYetSupportedError(
-            f"{doing}: decoder_sparse_step={config.decoder_sparse_step}, and vLLM takes no adapters on such a model. Name its dense layers in "
-            "mlp_only_layers of its config instead, with decoder_sparse_step=1."
+            f"{doing}: decoder_sparse_step={config.decoder_sparse_step}, and vLLM takes no adapters on such a model. "
+            "Name its dense layers in mlp_only_layers of its config instead, with decoder_sparse_step=1."
         )
     text = config.get_text_config()
     for field, found, values in _unread(text):
         raise NotYetSupportedError(
-            f"{doing}: the config of this {text.model_type} has {field}={found!r}, and vLLM computes such models with {' or '.join(map(repr, values))} "
-            "alone, so it would sample from another function than the trainer's. Use a model with that value."
+            f"{doing}: the config of this {text.model_type} has {field}={found!r}, and vLLM computes such models with "
+            f"{' or '.join(map(repr, values))} alone, so it would sample from another function than the trainer's. Use "
+            "a model with that value."
         )
     limit = function_limit(config)
     if limit is not None and max_length is not None and max_length > limit.length:
         raise NotYetSupportedError(
-            f"{doing}: with sequences of up to {max_length} tokens {limit.why}. Allow {limit.length} tokens at most (vllm_max_model_length, "
-            "--max-length), or use another model."
+            f"{doing}: with sequences of up to {max_length} tokens {limit.why}. Allow {limit.length} tokens at most "
+            "(vllm_max_model_length, --max-length), or use another model."
         )
 
 
 def engine_positions(config: Any) -> int:
-    """The longest sequence that an engine is given by default: what the model was made for, as far as both sides compute one function; 0: unknown."""
+    """The longest sequence that an engine is given by default: what the model was made for, as far as both sides
+    compute one function; 0: unknown."""
     limit = function_limit(config)
     positions = int(getattr(config.get_text_config(), "max_position_embeddings", 0) or 0)
     return positions if limit is None else min(positions or limit.length, limit.length)
@@ -128,16 +134,18 @@ def function_limit(config: Any) -> Limit | None:
 
 
 def note_function(config: Any) -> None:
-    """Say in the log what `check_function` does not reject: a limit of the length, or a type that was not compared; once a process."""
+    """Say in the log what `check_function` does not reject: a limit of the length, or a type that was not compared;
+    once a process."""
     text = config.get_text_config()
     if (limit := function_limit(config)) is not None:
         _say(
-            f"this {text.model_type} is sampled up to {limit.length} tokens, prompt plus completion: beyond, {limit.why}"
+            f"this {text.model_type} is sampled up to {limit.length} tokens, prompt plus completion: beyond, "
+            f"{limit.why}"
         )
     if text.model_type not in COMPARED and not is_mixture(config):
         _say(
-            f"what vLLM makes of a {text.model_type} was not compared with transformers when this version was made; both sides are compared when an "
-            "engine has started"
+            f"what vLLM makes of a {text.model_type} was not compared with transformers when this version was made; "
+            "both sides are compared when an engine has started"
         )
 
 
@@ -168,7 +176,8 @@ def _unread(text: Any) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
         if part not in (None, 1.0) and text.model_type in COMPARED - _ROTATES_PART:
             yield "partial_rotary_factor", part, (1.0,)
         if rope.get("rope_type") == "longrope" and (original := rope.get("original_max_position_embeddings")):
-            # vLLM reads neither factor nor attention_factor, transformers no mscale; both make them of the lengths, if they are not named.
+            # vLLM reads neither factor nor attention_factor, transformers no mscale; both make them of the lengths, if
+            # they are not named.
             factor = text.max_position_embeddings / original
             scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
             plain = {"factor": factor, "attention_factor": scale, "short_mscale": scale, "long_mscale": scale}
@@ -192,7 +201,10 @@ def _of_ropes(text: Any) -> Iterator[Limit]:
         original = int(rope.get("original_max_position_embeddings") or 0)
         if rope.get("rope_type") == "dynamic":
             positions = int(text.max_position_embeddings)
-            why = f"transformers stretches the rope of each that has more than {positions} by its own length (dynamic), and vLLM stretches none"
+            why = (
+                f"transformers stretches the rope of each that has more than {positions} by its own length "
+                "(dynamic), and vLLM stretches none"
+            )
             yield Limit(positions, why, is_last=True)
         if original and rope.get("llama_4_scaling_beta"):
             why = f"transformers scales queries from position {original} on (llama_4_scaling_beta), and vLLM does not"
@@ -200,8 +212,8 @@ def _of_ropes(text: Any) -> Iterator[Limit]:
         if rope.get("rope_type") == "longrope" and original:
             yield Limit(
                 original,
-                f"vLLM rotates all sequences by the long factors of this model's LongRoPE, transformers those alone that have more than {original} "
-                "tokens (original_max_position_embeddings)",
+                "vLLM rotates all sequences by the long factors of this model's LongRoPE, transformers those alone "
+                f"that have more than {original} tokens (original_max_position_embeddings)",
             )
 
 
@@ -223,5 +235,6 @@ def _of_windows(text: Any) -> Limit | None:
         return None
     return Limit(
         window,
-        f"vLLM has a window of {window} tokens (sliding_window) on {sum(theirs)} of {len(kinds)} layers, transformers on {sum(ours)} (layer_types)",
+        f"vLLM has a window of {window} tokens (sliding_window) on {sum(theirs)} of {len(kinds)} layers, transformers "
+        f"on {sum(ours)} (layer_types)",
     )

@@ -39,7 +39,8 @@ def write_checkpoint(model: PreTrainedModel, spec: QuantSpec, directory: Path, *
 
     if spec.quantize_experts and naming_of(model) is None:
         raise ConfigConflictError(
-            f"preparing a base: quantize_experts=True, but {model.config.model_type} is no mixture of experts. Leave it out."
+            f"preparing a base: quantize_experts=True, but {model.config.model_type} is no mixture of experts. Leave "
+            "it out."
         )
     if spec.quantize_tower and not vision_parts(model):
         raise ConfigConflictError(
@@ -63,8 +64,9 @@ def write_checkpoint(model: PreTrainedModel, spec: QuantSpec, directory: Path, *
             _quantise(tensors, name, spec)
         if not any(".quant_state." in name for name in tensors):
             raise UnsupportedQuantError(
-                f"preparing a base: {spec.label} quantises none of the weights of {type(model).__name__}: it has no torch.nn.Linear, or "
-                "skip_modules names them all. Pass quant='none', or a model whose layers are linears."
+                f"preparing a base: {spec.label} quantises none of the weights of {type(model).__name__}: it has no "
+                "torch.nn.Linear, or skip_modules names them all. Pass quant='none', or a model whose layers are "
+                "linears."
             )
     else:
         plain = list(spec.skip_modules)
@@ -94,7 +96,8 @@ def write_checkpoint(model: PreTrainedModel, spec: QuantSpec, directory: Path, *
 
 
 def _valid(given: GenerationConfig) -> GenerationConfig:
-    """A generation config without what transformers reads, and then does not write: sampling flags with do_sample=False, a padding id of -1."""
+    """A generation config without what transformers reads, and then does not write: sampling flags with
+    do_sample=False, a padding id of -1."""
     from transformers import GenerationConfig
 
     try:
@@ -122,11 +125,12 @@ def _skipped(
 ) -> tuple[str, ...]:
     """What the config lists as unquantised, so that transformers and vLLM read the same in it.
 
-    transformers takes an entry for the beginning or the end of a name, vLLM for one component or the beginning of a name of its own,
-    in which some linears are fused. So each is named whole, as either calls it.
+    transformers takes an entry for the beginning or the end of a name, vLLM for one component or the beginning of a
+    name of its own, in which some linears are fused. So each is named whole, as either calls it.
 
     Args:
-        plain: the linears of transformers' model that are not 4-bit, but for those of vision parts that are so as a whole.
+        plain: the linears of transformers' model that are not 4-bit, but for those of vision parts that are so as a
+            whole.
         tensors: of the base.
         asked: `skip_modules`; `None` where the model was 4-bit already.
 
@@ -145,8 +149,9 @@ def _skipped(
         if split := [part for part in together if f"{path}.{part}" in coded]:
             wanted = {entry.removesuffix(own) + part for entry in asked or () for part in split if entry.endswith(own)}
             raise UnsupportedQuantError(
-                f"preparing a base: {name} is not 4-bit and {', '.join(split)} next to it {'is' if len(split) == 1 else 'are'}, but vLLM holds "
-                f"{', '.join(together)} as one linear, which is 4-bit as a whole or not at all. "
+                f"preparing a base: {name} is not 4-bit and {', '.join(split)} next to it "
+                f"{'is' if len(split) == 1 else 'are'}, but vLLM holds {', '.join(together)} as one linear, which is "
+                "4-bit as a whole or not at all. "
                 + (
                     "Start from the 16-bit original, and skip all of them or none."
                     if asked is None
@@ -183,7 +188,8 @@ def _quantise(tensors: dict[str, torch.Tensor], name: str, spec: QuantSpec) -> N
         )
     if not bool(torch.isfinite(torch.stack(weight.aminmax())).all()):
         raise BaseIncompleteError(
-            f"preparing a base: {name} holds NaN or infinity, which 4 bits would spread over a whole block. Pass a sound checkpoint.",
+            f"preparing a base: {name} holds NaN or infinity, which 4 bits would spread over a whole block. Pass a "
+            "sound checkpoint.",
             module=module,
         )
     tensors |= {f"{module}.{key}": value for key, value in quantize_linear(weight, spec).items()}
@@ -219,7 +225,8 @@ def write_weights(
     for name, weight in weights:
         if not bool(torch.isfinite(weight).all()):
             raise ConfigConflictError(
-                f"writing weights: {name} is not finite in {str(weight.dtype).removeprefix('torch.')}. Write bfloat16 or float32."
+                f"writing weights: {name} is not finite in {str(weight.dtype).removeprefix('torch.')}. Write bfloat16 "
+                "or float32."
             )
         size = weight.numel() * weight.element_size()
         if held and nbytes + size > shard_bytes:
@@ -241,7 +248,8 @@ def write_weights(
 
 
 def base_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names in checkpoints and CPU tensors of the bare base; adapters left out, tied tensors once, float storage of codes undone."""
+    """Names in checkpoints and CPU tensors of the bare base; adapters left out, tied tensors once, float storage of
+    codes undone."""
     names = Names(model)
     seen: set[tuple[int, tuple[int, ...]]] = set()
     state = model.state_dict()
@@ -269,8 +277,9 @@ def embedding_rows(model: PreTrainedModel) -> int:
 def check_vocabulary(tokenizer: Any, rows: int, doing: str, own: Callable[[], Any]) -> None:
     """Reject a tokenizer (or a processor with one) that has tokens for which the embedding has no row.
 
-    A text model may have those that stand for images and the like (Gemma 3 1B): it is never given them. Marks that came with the model and
-    have no use (not for padding or ends, not in the chat template) are named in a warning: nothing takes them out of a tokenizer.
+    A text model may have those that stand for images and the like (Gemma 3 1B): it is never given them. Marks that came
+    with the model and have no use (not for padding or ends, not in the chat template) are named in a warning: nothing
+    takes them out of a tokenizer.
 
     Args:
         rows: of the embedding.
@@ -296,14 +305,18 @@ def check_vocabulary(tokenizer: Any, rows: int, doing: str, own: Callable[[], An
         if number not in marks or token not in known or token in tokenizer.all_special_tokens or token in template
     }
     shown = ", ".join(f"{token!r} ({number})" for token, number in list((used or beyond).items())[:4])
-    rest = f"the embedding has {rows} rows, for ids 0 to {rows - 1}, and the tokenizer has {len(used or beyond)} token(s) beyond them: {shown}"
+    rest = (
+        f"the embedding has {rows} rows, for ids 0 to {rows - 1}, and the tokenizer has {len(used or beyond)} "
+        f"token(s) beyond them: {shown}"
+    )
     if not used:
         logger.warning("%s: %s. A text that contains them ends in an IndexError.", doing, rest)
         return
     raise ConfigConflictError(
-        f"{doing}: {rest}. Use tokens that have rows (tokenizer.pad_token = tokenizer.eos_token; a chat template may write its marks as text), and "
-        "pass that tokenizer (processing_class= of a trainer, tokenizer= of prepare_base); or resize the model "
-        "(model.resize_token_embeddings(len(tokenizer))), save it, and prepare that as the base."
+        f"{doing}: {rest}. Use tokens that have rows (tokenizer.pad_token = tokenizer.eos_token; a chat template may "
+        "write its marks as text), and pass that tokenizer (processing_class= of a trainer, tokenizer= of "
+        "prepare_base); or resize the model (model.resize_token_embeddings(len(tokenizer))), save it, and prepare that "
+        "as the base."
     )
 
 
@@ -323,8 +336,8 @@ def write_tokenizer(tokenizer: Any, source: Path, directory: Path, trust_remote_
             tokenizer = own()
         except Exception as error:
             raise ConfigConflictError(
-                f"preparing a base: {source} has no tokenizer ({type(error).__name__}). The engine needs one next to the "
-                "weights; pass tokenizer= (processing_class= of the trainer)."
+                f"preparing a base: {source} has no tokenizer ({type(error).__name__}). The engine needs one next to "
+                "the weights; pass tokenizer= (processing_class= of the trainer)."
             ) from error
     check_vocabulary(tokenizer, rows, f"preparing a base of {source}", own_if_any)
     if directory_takes_images(directory):

@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves
 class Live(TorchDispatchMode):
     """A dispatch mode that counts storages from the operator that makes them until they are freed.
 
-    What existed before is not counted. Memory that one operator uses and frees is not seen, nor is what an allocator keeps.
+    What existed before is not counted. Memory that one operator uses and frees is not seen, nor is what an allocator
+    keeps.
 
     Args:
         kind: the kind of a new tensor, from its shape and dtype.

@@ -1,8 +1,9 @@
 """Memory of one training step, compared with the memory estimate line by line.
 
-A random Qwen2 as an NF4 base, LoRA of rank 16 on all linears in float32, bf16 autocast, gradient checkpointing, sequences without
-padding, and the loss of GRPO without a reference. Live tensors are counted (`bench/live.py`); on a GPU also the peak of torch's
-allocator. What is held before the step (base, adapter, optimizer) is counted exactly, in tests.
+A random Qwen2 as an NF4 base, LoRA of rank 16 on all linears in float32, bf16 autocast, gradient checkpointing,
+sequences without padding, and the loss of GRPO without a reference. Live tensors are counted (`bench/live.py`); on a
+GPU also the peak of torch's allocator. What is held before the step (base, adapter, optimizer) is counted exactly, in
+tests.
 
 B sequences, T tokens each.
 """
@@ -30,8 +31,8 @@ from qlora_rl.errors import ConfigConflictError
 from qlora_rl.memory.plan import plan_memory
 from qlora_rl.memory.shape import read_config, read_shape
 
-# Padding at the start of each sequence, in tokens in addition to T, which is taken out. Where it stays it is part of T: of each sequence but the
-# first, and of a single one, or there would be no mask.
+# Padding at the start of each sequence, in tokens in addition to T, which is taken out. Where it stays it is part of T:
+# of each sequence but the first, and of a single one, or there would be no mask.
 PADDING = 8
 # What a tensor is, by its shape.
 _MASK, _WEIGHT, _COPY, _GRADIENT, _REST = "mask", "weight", "copy", "gradient", "rest"
@@ -249,8 +250,8 @@ def bench_memory(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found: dict[str, Any] = {}
     say(
-        f"{size}, {shape.layers} layers, {batch} sequences without padding on the {device}: live tensors of a step, and the memory estimate. Each "
-        f"length takes {rounds + 1} steps."
+        f"{size}, {shape.layers} layers, {batch} sequences without padding on the {device}: live tensors of a step, "
+        f"and the memory estimate. Each length takes {rounds + 1} steps."
     )
     with tempfile.TemporaryDirectory() as work:
         model = make_model(Path(work) / "model", shape, positions=max(lengths))
@@ -269,7 +270,8 @@ def bench_memory(
 
 
 def line_of(length: int, row: dict[str, Any]) -> str:
-    """For the terminal: the estimate's lines in MiB, measured and planned; how far they are apart where a line is a hundredth of the peak."""
+    """For the terminal: the estimate's lines in MiB, measured and planned; how far they are apart where a line is a
+    hundredth of the peak."""
     measured, planned = row["measured"], row["planned"]
     lines = [f"{length} tokens, {row['seconds']:.2f} s a step"]
     for name, nbytes in measured.items():

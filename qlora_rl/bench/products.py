@@ -99,7 +99,8 @@ def bench_products(
     The error is that of the whole result against the float32 product with the decoded weight, relative to its norm.
 
     Returns:
-        For each key: `used_by`, and by tokens `seconds` and `errors` of each way ("bf16" is a 16-bit product), and `ratio`: the
+        For each key: `used_by`, and by tokens `seconds` and `errors` of each way ("bf16" is a 16-bit product), and
+            `ratio`: the
         time of vLLM's own way through that of this way, so that more than 1 is faster.
     """
     with_triton = has_triton() if with_triton is None else with_triton

@@ -59,7 +59,8 @@ def described(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def measured_at() -> str:
-    """The commit of this checkout, with "+changes" where files differ from it; "unknown" without git, or in a copy that is no checkout."""
+    """The commit of this checkout, with "+changes" where files differ from it; "unknown" without git, or in a copy that
+    is no checkout."""
     if shutil.which("git") is None:
         return "unknown"
 

@@ -12,7 +12,8 @@ from qlora_rl.base.checkpoint import PreparedBase, load_base, prepare_base
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a Qwen2: hidden size, width of the feed-forward part, layers, heads of `head_dim`; words, by default those of the demo's tokenizer."""
+    """Of a Qwen2: hidden size, width of the feed-forward part, layers, heads of `head_dim`; words, by default those of
+    the demo's tokenizer."""
 
     hidden: int
     width: int

@@ -1,8 +1,10 @@
-"""Seconds and memory of a GRPO step, against TRL with its own colocated vLLM and its merge; each side in processes of its own.
+"""Seconds and memory of a GRPO step, against TRL with its own colocated vLLM and its merge; each side in processes of
+its own.
 
-The same job on both sides: NF4 base, LoRA of rank 16 on all linears, the demo's sums as prompts, TRL's GRPOConfig; on a CPU TRL has eager
-attention, the faster one of its two in the demo. Ours runs with all its checks: the canary after each push, the distance of both sides at each step. TRL has none of them, and
-what it pushes is wrong (docs/comparison.md); here only its time and its memory are measured.
+The same job on both sides: NF4 base, LoRA of rank 16 on all linears, the demo's sums as prompts, TRL's GRPOConfig; on a
+CPU TRL has eager attention, the faster one of its two in the demo. Ours runs with all its checks: the canary after each
+push, the distance of both sides at each step. TRL has none of them, and what it pushes is wrong (docs/comparison.md);
+here only its time and its memory are measured.
 
     python -m qlora_rl.bench.step SIDE SIZE BASE STEPS OPTIONS     one process: prints its numbers as JSON
 """
@@ -31,7 +33,8 @@ WARM = 3
 CYCLE = 4
 PARTS = ("rollout_seconds", "sync_seconds", "canary_seconds")
 GIB = 2**30
-# What TRL's vLLM takes at least on a CPU, where it counts in whole GiB; ours takes what it needs, but memory is compared.
+# What TRL's vLLM takes at least on a CPU, where it counts in whole GiB; ours takes what it needs, but memory is
+# compared.
 KV_CACHE_GIB = 1.0
 
 
@@ -67,7 +70,8 @@ def bench_step(
         options: `engine_options` of ours. The KV cache is as large on both sides, on a CPU.
 
     Returns:
-        Under `size`, and what the engine multiplies with where `options` say it: the rounds' medians of a step and its parts, the ratio of the rounds, peak memory; commit, versions, machine.
+        Under `size`, and what the engine multiplies with where `options` say it: the rounds' medians of a step and its
+            parts, the ratio of the rounds, peak memory; commit, versions, machine.
 
     Raises:
         EngineUnsupportedError: a side could not train; with the end of what it said.
@@ -132,7 +136,10 @@ def _line(row: Mapping[str, Any]) -> str:
     parts = ", ".join(
         f"{name.removesuffix('_seconds')} {1e3 * row[name]:.0f}" for name in PARTS if row.get(name) is not None
     )
-    return f"step {1e3 * row['step_seconds']:.0f} ms ({parts}), {row['rollout_tokens']:.0f} tokens, peak {row['peak_gib']:.2f} GiB"
+    return (
+        f"step {1e3 * row['step_seconds']:.0f} ms ({parts}), {row['rollout_tokens']:.0f} tokens, peak "
+        f"{row['peak_gib']:.2f} GiB"
+    )
 
 
 def _median_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -199,7 +206,8 @@ def measure(side: str, size: str, base: Path, steps: int, options: Mapping[str, 
 
 
 def typical(column: list[float]) -> float:
-    """The median of the means of `CYCLE` neighbours: what comes in one step of them counts its part, where a median alone would not see it."""
+    """The median of the means of `CYCLE` neighbours: what comes in one step of them counts its part, where a median
+    alone would not see it."""
     whole = len(column) // CYCLE * CYCLE or len(column)
     return statistics.median(statistics.mean(column[start : start + CYCLE]) for start in range(0, whole, CYCLE))
 

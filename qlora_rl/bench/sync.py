@@ -1,8 +1,9 @@
 """How long a new policy takes to reach vLLM in this process: in place, through a directory, and TRL's merge.
 
-NF4 with double quantisation, LoRA of rank 16 on all linears, base held once. Alternating, in one run: a push in place and one
-through tmpfs, without their canary; a plain copy of the adapter's bytes; and TRL 1.16's way, of which only the trainer's side is
-timed (merge each module into its 4-bit weight, copy it out, unmerge): its push into a 4-bit vLLM is wrong.
+NF4 with double quantisation, LoRA of rank 16 on all linears, base held once. Alternating, in one run: a push in place
+and one through tmpfs, without their canary; a plain copy of the adapter's bytes; and TRL 1.16's way, of which only the
+trainer's side is timed (merge each module into its 4-bit weight, copy it out, unmerge): its push into a 4-bit vLLM is
+wrong.
 """
 
 from __future__ import annotations

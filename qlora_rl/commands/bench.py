@@ -24,7 +24,8 @@ def add(commands: Any) -> None:
     bench.add_argument(
         "--against",
         choices=["stock", "trl"],
-        help="stock: vLLM, its plugin, its own way with LoRA (rollout); trl: its merge (sync), its trainer (step, memory)",
+        help="stock: vLLM, its plugin, its own way with LoRA (rollout); trl: its merge (sync), its trainer (step, "
+        "memory)",
     )
     bench.add_argument(
         "--batch",
@@ -61,7 +62,8 @@ def add(commands: Any) -> None:
         type=COUNT,
         nargs="+",
         metavar="T",
-        help="memory: live tensors of one step at these lengths in tokens, without a sampler, line by line against the memory estimate",
+        help="memory: live tensors of one step at these lengths in tokens, without a sampler, line by line against the "
+        "memory estimate",
     )
     bench.add_argument(
         "--layers", type=COUNT, metavar="N", help="with --max-length: another number of layers than the size has"

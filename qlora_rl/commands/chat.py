@@ -92,7 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
             print(json.dumps(told, ensure_ascii=False) if arguments.json else said, flush=True)
         if cut_off:
             print(
-                f"{cut_off} of {answers} answers were cut off after {talk.max_tokens} tokens, or at the model's last position; --max-tokens sets the limit",
+                f"{cut_off} of {answers} answers were cut off after {talk.max_tokens} tokens, or at the model's last "
+                "position; --max-tokens sets the limit",
                 file=sys.stderr,
             )
         return 0

@@ -42,7 +42,8 @@ def ranged(
 
 
 def existing(text: str) -> Path:
-    """A type for argparse: a file or directory that there is; another path is bad usage, said before anything is loaded."""
+    """A type for argparse: a file or directory that there is; another path is bad usage, said before anything is
+    loaded."""
     if not Path(text).exists():
         raise argparse.ArgumentTypeError(f"there is no such file or directory: {text} (seen from {Path.cwd()})")
     return Path(text)

@@ -96,7 +96,8 @@ def _sequences(row: Mapping[str, Any], samples: bool = False) -> dict[str, Any]:
     name = next((name for name in names if row.get(name) is not None), None)
     if name is None:
         raise ConfigConflictError(
-            f"reading the rows: one has nothing in {' or '.join(names)}: {str(dict(row))[:_SHOWN]}. Fill it in, or remove it."
+            f"reading the rows: one has nothing in {' or '.join(names)}: {str(dict(row))[:_SHOWN]}. Fill it in, or "
+            "remove it."
         )
     return {name: row[name]}
 

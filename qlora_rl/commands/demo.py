@@ -31,7 +31,8 @@ def add(commands: Any) -> None:
         "--rollout",
         default="colocate",
         metavar="WHERE",
-        help="colocate, server (one is started on this host), ray (two actors), or a URL with the key in QLORA_RL_API_KEY (default: %(default)s)",
+        help="colocate, server (one is started on this host), ray (two actors), or a URL with the key in "
+        "QLORA_RL_API_KEY (default: %(default)s)",
     )
     demo.add_argument(
         "--adapter",

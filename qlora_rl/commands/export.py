@@ -21,8 +21,8 @@ def add(commands: Any) -> None:
         "--to",
         choices=["adapter", "merged", "merged-original", "gguf", "gguf-adapter"],
         default="merged",
-        help="merged: one model, on the dequantised base (default); merged-original: on the weights from before the quantisation; gguf-adapter: for "
-        "llama-server --lora",
+        help="merged: one model, on the dequantised base (default); merged-original: on the weights from before the "
+        "quantisation; gguf-adapter: for llama-server --lora",
     )
     export.add_argument("--out", type=Path, metavar="DIR", help="directory to write (default: export-<to> in RUN)")
     export.add_argument(
@@ -34,7 +34,8 @@ def add(commands: Any) -> None:
     export.add_argument(
         "--dtype",
         choices=["bfloat16", "float16", "float32", "q8_0", "q4_k_m"],
-        help="dtype of merged weights (default: the base's compute dtype); the last two for gguf, q4_k_m through an installed llama.cpp",
+        help="dtype of merged weights (default: the base's compute dtype); the last two for gguf, q4_k_m through an "
+        "installed llama.cpp",
     )
     export.add_argument(
         "--original", metavar="MODEL", help="original model, for merged-original (default: the base's source)"

@@ -49,7 +49,8 @@ def add(commands: Any) -> None:
         "--image-tokens",
         type=COUNT,
         metavar="N",
-        help="of --max-length, tokens that stand for images, in a model that takes them (default: 1024, an image of about 900 x 900 pixels)",
+        help="of --max-length, tokens that stand for images, in a model that takes them (default: 1024, an image of "
+        "about 900 x 900 pixels)",
     )
     plan.add_argument("--quant", choices=QUANT_TYPES, help="(default: as the base is stored, otherwise nf4)")
     plan.add_argument(
@@ -116,8 +117,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.model.endswith(".toml"):
         raise ConfigConflictError(
-            f"planning {arguments.model}: plan takes the model, not a run's file. Name its [base] model, with --gpu-memory and "
-            "--max-length (vllm_max_model_length); train plans a run before it loads anything."
+            f"planning {arguments.model}: plan takes the model, not a run's file. Name its [base] model, with "
+            "--gpu-memory and --max-length (vllm_max_model_length); train plans a run before it loads anything."
         )
     from qlora_rl.engine.loading import loading
 
@@ -143,7 +144,8 @@ def run(arguments: argparse.Namespace) -> int:
     is_offline = arguments.method in OFFLINE
     if is_offline and (said := _of_the_engine(arguments)):
         raise UsageError(
-            f"planning the memory: {', '.join(said)} with --method {arguments.method}, which makes no engine. Leave it out."
+            f"planning the memory: {', '.join(said)} with --method {arguments.method}, which makes no engine. Leave it "
+            "out."
         )
     estimate = plan_memory(
         config,

@@ -45,7 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
     for each in arguments.runs:
         if each.is_dir() and not any((each / name).exists() for name in _OF_A_RUN):
             raise RunDirectoryError(
-                f"writing a report: {each} holds none of {', '.join(_OF_A_RUN)}, so it is not a run. Pass a run directory, such as runs/demo-..."
+                f"writing a report: {each} holds none of {', '.join(_OF_A_RUN)}, so it is not a run. Pass a run "
+                "directory, such as runs/demo-..."
             )
     print(write_report(arguments.runs[0], arguments.runs[1:]))
     return 0

@@ -56,12 +56,14 @@ def add(commands: Any) -> None:
         type=SHARE,
         default=0.9,
         metavar="X",
-        help="share of the card (default: %(default)s, as a server has it to itself; 0.3 from Python, where a trainer may share it)",
+        help="share of the card (default: %(default)s, as a server has it to itself; 0.3 from Python, where a trainer "
+        "may share it)",
     )
     serve.add_argument(
         "--base-compute",
         choices=["nf4", "baked", "auto", "vllm"],
-        help="what linears multiply with on the CPU: the codes (default), additional decoded copies, or what is fastest; on a GPU only 'auto' changes anything",
+        help="what linears multiply with on the CPU: the codes (default), additional decoded copies, or what is "
+        "fastest; on a GPU only 'auto' changes anything",
     )
     serve.add_argument(
         "--tensor-parallel-size",

@@ -22,7 +22,8 @@ def add(commands: Any) -> None:
     where.add_argument(
         "--server",
         metavar="URL",
-        help="ask a running server: of `qlora-rl serve`, with --api-key-file, or a vLLM that loads our worker extension",
+        help="ask a running server: of `qlora-rl serve`, with --api-key-file, or a vLLM that loads our worker "
+        "extension",
     )
     verify.add_argument(
         "--api-key-file", type=Path, metavar="F", help="the key of a server started by `qlora-rl serve`"
@@ -71,7 +72,10 @@ def run(arguments: argparse.Namespace) -> int:
                 except Exception as error:
                     said = str(error)
                 if said:
-                    text = f"{arguments.base}: all weights are equal in vLLM; could not tell what it computes with them: {said}"
+                    text = (
+                        f"{arguments.base}: all weights are equal in vLLM; could not tell what it computes with "
+                        f"them: {said}"
+                    )
                     return _tell(arguments, found | {"state": "equal"}, text, 2)
                 found["function"] = [asdict(apart) for apart in function.found]
     except Exception as error:  # whatever stopped it: 1 would mean that the bases differ

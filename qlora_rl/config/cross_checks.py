@@ -81,7 +81,8 @@ def check_directory(document: Mapping[str, Any], usual: str) -> list[Finding]:
             "[run] dir",
             f"{out} holds a run. Choose another (--set run.dir={shlex.quote(next_of(out))}), or set [run] existing = "
             "'resume' (go on from its last checkpoint), "
-            "'overwrite', or 'continue' (begin again at step 1, after its lines); on the command line: --set run.existing=overwrite",
+            "'overwrite', or 'continue' (begin again at step 1, after its lines); on the command line: --set "
+            "run.existing=overwrite",
         )
     ]
 
@@ -154,7 +155,8 @@ def _base(said: _Said) -> Iterator[Finding]:
     if said.get("base", "quant") != "none" and said.get("base", "compute_dtype") == "float32":
         yield Finding(
             "[base] compute_dtype",
-            f"'float32' with quant = {show(said.get('base', 'quant'))}, which vLLM's kernels do not take. Use 'bfloat16'",
+            f"'float32' with quant = {show(said.get('base', 'quant'))}, which vLLM's kernels do not take. Use "
+            "'bfloat16'",
         )
 
 
@@ -262,13 +264,15 @@ def _columns(said: _Said) -> Iterator[Finding]:
             if column is not None and not unknown and column not in after:
                 yield Finding(
                     "[[rewards]] arguments",
-                    f"{show(reward['use'])} compares with the column {show(column)}; there are {', '.join(sorted(after))}. "
+                    f"{show(reward['use'])} compares with the column {show(column)}; there are "
+                    f"{', '.join(sorted(after))}. "
                     "Name another: arguments = { column = '...' }",
                 )
 
 
 def _ways(said: _Said) -> list[Sequence[str]]:
-    """The columns that a method can learn from, each way by itself; of a whole text, or of tokens, no messages are made."""
+    """The columns that a method can learn from, each way by itself; of a whole text, or of tokens, no messages are
+    made."""
     is_chat = said.get("data", "format") == "chat"
     return [each for each in METHODS[said.method].columns if not (is_chat and each[0] in ("text", "input_ids"))]
 

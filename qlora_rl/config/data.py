@@ -81,7 +81,8 @@ def taken_names(names: Mapping[str, str], columns: Sequence[str]) -> list[str]:
     olds = list(names.values())
     twice = [f"{old} gets two names, and a column has one" for old in dict.fromkeys(olds) if olds.count(old) > 1]
     return twice + [
-        f"there is a column {new} already, and {old} is to be renamed to it; rename that one too: {new}_before = '{new}'"
+        f"there is a column {new} already, and {old} is to be renamed to it; rename that one too: {new}_before = "
+        f"'{new}'"
         for new, old in names.items()
         if new in columns and new not in olds
     ]
@@ -124,7 +125,8 @@ def check_filling(value: Any, name: str, where: str) -> None:
         raise ConfigConflictError(f"{where} has nothing in {name}. Fill it in, or remove the row.")
     if isinstance(value, list | tuple | Mapping | bytes):
         raise ConfigConflictError(
-            f"{where} has in {name} neither text nor a number, but {str(value)[:80]}. Write it as text, or remove the row."
+            f"{where} has in {name} neither text nor a number, but {str(value)[:80]}. Write it as text, or remove the "
+            "row."
         )
 
 
@@ -133,7 +135,8 @@ def load_data(data: Data, *, has_template_field: bool = False) -> tuple[Any, Any
 
     Args:
         data: the table.
-        has_template_field: TRL's config of the method takes `chat_template_kwargs`; otherwise TRL reads them in a column.
+        has_template_field: TRL's config of the method takes `chat_template_kwargs`; otherwise TRL reads them in a
+            column.
 
     Raises:
         ConfigConflictError: a dataset cannot be read; names it.
@@ -174,7 +177,8 @@ def as_conversation(row: Mapping[str, Any], system_prompt: str | None = None) ->
     """The columns of a row that hold what is said, as lists of messages.
 
     Args:
-        row: "prompt" (the user's turn), "completion", "chosen", "rejected" (the assistant's), as text or as messages; or "messages".
+        row: "prompt" (the user's turn), "completion", "chosen", "rejected" (the assistant's), as text or as messages;
+            or "messages".
         system_prompt: first message, where a conversation does not begin with a system message of its own.
     """
     found = {
@@ -219,15 +223,16 @@ def _load(files: str | list[str], data: Data, split: str, place: str) -> Any:
             ) from error
         if subsets := _SUBSETS.search(str(reason)):
             raise ConfigConflictError(
-                f"loading the data: [data] {place}: {names[0]} has several subsets: {subsets[1]}. Name one: [data] subset."
+                f"loading the data: [data] {place}: {names[0]} has several subsets: {subsets[1]}. Name one: [data] "
+                "subset."
             ) from error
         if not is_file(names[0]) and not hub_reachable():
             raise ConfigConflictError(
                 f"loading the data: [data] {place}: {why_missing(names[0])} ({type(reason).__name__}: {reason})."
             ) from error
         raise ConfigConflictError(
-            f"loading the data: [data] {place}: {', '.join(names)} cannot be read ({type(reason).__name__}: {reason}). Fix it, "
-            "or pass another one."
+            f"loading the data: [data] {place}: {', '.join(names)} cannot be read ({type(reason).__name__}: {reason}). "
+            "Fix it, or pass another one."
         ) from error
 
 
@@ -316,8 +321,8 @@ def _with_columns(dataset: Any, data: Data, has_template_field: bool) -> Any:
     missing += [name for name in wanted if name not in dataset.column_names]
     if missing:
         raise ConfigConflictError(
-            f"loading the data: it has no column {', '.join(missing)}, but {', '.join(dataset.column_names)}. Fix [data] columns "
-            "or prompt_template."
+            f"loading the data: it has no column {', '.join(missing)}, but {', '.join(dataset.column_names)}. Fix "
+            "[data] columns or prompt_template."
         )
     if taken := taken_names(data.columns, dataset.column_names):
         raise ConfigConflictError(f"loading the data: [data] columns: {', '.join(taken)}.")
@@ -335,7 +340,8 @@ def _with_columns(dataset: Any, data: Data, has_template_field: bool) -> Any:
 
 
 def _images_of(dataset: Any, data: Data, files: str | list[str]) -> Any:
-    """A dataset of one column, with a list of images for each row, each of which was decoded once; `None` where no images are asked for."""
+    """A dataset of one column, with a list of images for each row, each of which was decoded once; `None` where no
+    images are asked for."""
     from datasets import Features, Image, List, Value
 
     name = data.images
@@ -345,7 +351,8 @@ def _images_of(dataset: Any, data: Data, files: str | list[str]) -> Any:
         ]
         if texts:
             raise ConfigConflictError(
-                f"loading the data: the column {texts[0]} holds text, and TRL takes it for images. Set [data] images = '{texts[0]}', or rename it: "
+                f"loading the data: the column {texts[0]} holds text, and TRL takes it for images. Set [data] images = "
+                f"'{texts[0]}', or rename it: "
                 f"[data] columns = {{ {texts[0]}_text = '{texts[0]}' }}"
             )
         return None
@@ -378,7 +385,8 @@ def _checked_images(value: Any, root: Path | None, number: int) -> list[dict[str
         except (ValueError, OSError) as error:
             where = each if isinstance(each, str) else each.get("path") if isinstance(each, dict) else None
             raise ConfigConflictError(
-                f"loading the data: [data] images: row {number}, image {len(found)}{f' ({where})' if where else ''}: {error}. Fix the row, or remove it."
+                f"loading the data: [data] images: row {number}, image {len(found)}{f' ({where})' if where else ''}: "
+                f"{error}. Fix the row, or remove it."
             ) from error
         found.append(stored)
     return found
@@ -415,8 +423,9 @@ def extracted(values: Sequence[Any], name: str, pattern: re.Pattern[str]) -> lis
     found = [_found(pattern, value) for value in values]
     if missing := [number for number, each in enumerate(found) if each is None]:
         raise ConfigConflictError(
-            f"loading the data: [data] extract: {name} = {pattern.pattern!r} is not found in {len(missing)} of {len(found)} rows, first in "
-            f"row {missing[0]}: {str(values[missing[0]])[-80:]!r}. Change the expression, or remove these rows."
+            f"loading the data: [data] extract: {name} = {pattern.pattern!r} is not found in {len(missing)} of "
+            f"{len(found)} rows, first in row {missing[0]}: {str(values[missing[0]])[-80:]!r}. Change the expression, "
+            "or remove these rows."
         )
     return [each for each in found if each is not None]
 
@@ -435,19 +444,21 @@ def _as_chat(dataset: Any, data: Data, has_template_field: bool) -> Any:
         messages: list[dict[str, Any]] = [dict(as_conversation(row, data.system_prompt)) for row in dataset]
     except (TypeError, ValueError, AttributeError) as error:
         raise ConfigConflictError(
-            "loading the data: [data] format = 'chat': prompt, completion, chosen and rejected hold text or messages, messages holds messages "
+            "loading the data: [data] format = 'chat': prompt, completion, chosen and rejected hold text or messages, "
+            "messages holds messages "
             f'({{"role": ..., "content": ...}}): {error}.'
         ) from error
     names = list(dict.fromkeys(name for row in messages for name in row))
     if not names:
         raise ConfigConflictError(
-            f"loading the data: [data] format = 'chat' needs a column prompt, completion, messages, chosen or rejected; there are "
-            f"{', '.join(dataset.column_names)}. Rename with columns, or use prompt_template."
+            "loading the data: [data] format = 'chat' needs a column prompt, completion, messages, chosen or "
+            f"rejected; there are {', '.join(dataset.column_names)}. Rename with columns, or use prompt_template."
         )
     for number, row in enumerate(messages):
         if wrong := [name for name in names if not _is_talk(row.get(name))]:
             raise ConfigConflictError(
-                f"loading the data: [data] format = 'chat': row {number} has in {', '.join(wrong)} neither text nor messages "
+                f"loading the data: [data] format = 'chat': row {number} has in {', '.join(wrong)} neither text nor "
+                "messages "
                 f'({{"role": ..., "content": ...}}), but {str(dataset[number][wrong[0]])[:80]}. Fix the row, or remove it.'
             )
     if data.chat_template_kwargs and not has_template_field:
@@ -462,8 +473,8 @@ def _as_chat(dataset: Any, data: Data, has_template_field: bool) -> Any:
         )
     except ArrowException as error:
         raise ConfigConflictError(
-            f"loading the data: [data] format = 'chat': messages of one column have contents of two kinds, such as text and lists of parts: "
-            f"{error}. Use one kind; with parts, leave system_prompt out."
+            "loading the data: [data] format = 'chat': messages of one column have contents of two kinds, such as "
+            f"text and lists of parts: {error}. Use one kind; with parts, leave system_prompt out."
         ) from error
 
 

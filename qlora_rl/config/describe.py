@@ -40,7 +40,8 @@ def markdown() -> str:
     for name, table in TABLES.items():
         head = f"[[{name}]]" if table is Reward else f"[{name}]"
         rows = [
-            f"| `{each.name}` | {_type(options(table)[each.name])} | {_default(each)} | {options(table)[each.name][1].says} |"
+            f"| `{each.name}` | {_type(options(table)[each.name])} | {_default(each)} | "
+            f"{options(table)[each.name][1].says} |"
             for each in fields(table)
         ]
         says = (table.__doc__ or "").strip()

@@ -70,7 +70,8 @@ def kin(value: str, known: Iterable[str], share: float = 0.6) -> str:
 
 
 def elsewhere(name: str, place: str, train: Iterable[str] = ()) -> str:
-    """Where a name that a table does not have belongs, as "[table] field"; empty where nothing is called so, or nearly so.
+    """Where a name that a table does not have belongs, as "[table] field"; empty where nothing is called so, or nearly
+    so.
 
     Args:
         name: of a field, as it was written.

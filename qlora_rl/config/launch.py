@@ -72,7 +72,8 @@ def launch(config: RunConfig, begun: Callable[[Path], None] = lambda directory: 
             and ENVIRONMENT_COLUMN not in rows.column_names
         ):
             raise ConfigConflictError(
-                f"loading the data: [environment] use names several, and no column {ENVIRONMENT_COLUMN} chooses among them; there are "
+                f"loading the data: [environment] use names several, and no column {ENVIRONMENT_COLUMN} chooses among "
+                "them; there are "
                 f"{', '.join(rows.column_names)}. Rename one: [data] columns = {{ {ENVIRONMENT_COLUMN} = '...' }}"
             )
     import torch
@@ -112,10 +113,10 @@ def check_model(config: RunConfig) -> str:
         Why it could not be looked at; empty where it was.
 
     Raises:
-        ConfigConflictError: there is no such model, it cannot be read, it is no language model, it takes no images and [data] has some, or it
-            has no module that the adapter asks for.
-        NotYetSupportedError: a mixture of experts or a model for images of an unsupported type, one of which vLLM computes another function, or an
-            adapter on experts or a vision tower that an engine would have to serve.
+        ConfigConflictError: there is no such model, it cannot be read, it is no language model, it takes no images and
+            [data] has some, or it has no module that the adapter asks for.
+        NotYetSupportedError: a mixture of experts or a model for images of an unsupported type, one of which vLLM
+            computes another function, or an adapter on experts or a vision tower that an engine would have to serve.
     """
     from qlora_rl.adapter.shape import warn_of_unmatched
     from qlora_rl.memory.shape import check_supported, model_and_adapter, read_config, skeleton, stored_spec
@@ -131,7 +132,8 @@ def check_model(config: RunConfig) -> str:
     check_supported(found, config.train.get("vllm_max_model_length") if METHODS[config.method].samples else None)
     if config.data.images is not None and not takes_images(found):
         raise ConfigConflictError(
-            f"reading the config: [data] images = {config.data.images!r}, and {held.model} takes none. Leave it out, or use a vision-language model."
+            f"reading the config: [data] images = {config.data.images!r}, and {held.model} takes none. Leave it out, "
+            "or use a vision-language model."
         )
     targets = config.adapter.target_modules
     if (
@@ -143,9 +145,11 @@ def check_model(config: RunConfig) -> str:
         and not (has_experts and held.quantize_experts)
     ):
         raise NotYetSupportedError(
-            f"reading the config: {held.model} is a {'mixture of experts' if has_experts else 'vision-language model'}, and target_modules = {targets!r} also "
-            f"adapts {'experts and routers' if has_experts else 'the vision tower'}, whose adapters the engine does not apply. Adapt the "
-            f"{'attention' if has_experts else 'language model'} alone: target_modules = {value(better)}"
+            f"reading the config: {held.model} is a "
+            f"{'mixture of experts' if has_experts else 'vision-language model'}, and target_modules = {targets!r} "
+            f"also adapts {'experts and routers' if has_experts else 'the vision tower'}, whose adapters the engine "
+            f"does not apply. Adapt the {'attention' if has_experts else 'language model'} alone: target_modules = "
+            f"{value(better)}"
             + (
                 ", or hold the experts in 4 bits: [base] quantize_experts = true"
                 if has_experts
@@ -175,7 +179,8 @@ def check_image_counts(config: RunConfig, *datasets: Any) -> None:
         for number, images in enumerate(rows.with_format("arrow")[IMAGES]):
             if len(images) > most:
                 raise ConfigConflictError(
-                    f"loading the data: [data] images: row {number} has {len(images)} images, and the engine takes {most} a prompt. Remove the row, or set "
+                    f"loading the data: [data] images: row {number} has {len(images)} images, and the engine takes "
+                    f"{most} a prompt. Remove the row, or set "
                     f"[rollout] vllm = {{ limit_mm_per_prompt = {{ image = {len(images)}, video = 0 }} }}"
                 )
 
@@ -248,7 +253,8 @@ def unused_template(config: RunConfig) -> str:
 
 
 def unchecked(config: RunConfig, has_rows: bool = False) -> list[str]:
-    """What of a run `check_model`, the check of its file and, where it `has_rows`, `check_rows` have not looked at, for people."""
+    """What of a run `check_model`, the check of its file and, where it `has_rows`, `check_rows` have not looked at, for
+    people."""
     names = [config.data.train, config.data.eval]
     files = [each for name in names if name is not None for each in ([name] if isinstance(name, str) else name)]
     first = f"first {_LOOKED_AT:,}" if has_rows else "first"
@@ -298,7 +304,8 @@ def load_tokenizer(config: RunConfig) -> Any:
     """The model's tokenizer; its processor where the data has images.
 
     Raises:
-        ConfigConflictError: the data is for a chat template, and it has none, or tools are for one that has no place for them.
+        ConfigConflictError: the data is for a chat template, and it has none, or tools are for one that has no place
+            for them.
     """
     from transformers import AutoProcessor, AutoTokenizer
 
@@ -310,14 +317,16 @@ def load_tokenizer(config: RunConfig) -> Any:
         tokenizer = kind.from_pretrained(held.model, revision=held.revision, trust_remote_code=held.trust_remote_code)
     except Exception as error:
         why = (
-            f"{why_missing(held.model)} ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason'})"
+            f"{why_missing(held.model)} ({type(error).__name__}: "
+            f"{str(error).splitlines()[0] if str(error) else 'no reason'})"
             if not is_local(held.model)
             else f"{held.model} has none that can be read: {error}"
         )
         raise ConfigConflictError(f"loading the tokenizer: {why}.") from error
     if config.data.format == "chat" and not tokenizer.chat_template:
         raise ConfigConflictError(
-            f"reading the run: [data] format = 'chat', and {held.model} has no chat template. Use an instruct model, or format = 'plain'."
+            f"reading the run: [data] format = 'chat', and {held.model} has no chat template. Use an instruct model, "
+            "or format = 'plain'."
         )
     if config.tools.use or config.environment.use:
         from qlora_rl.train.setup.tools import check_template

@@ -1,4 +1,5 @@
-"""A TOML file and the `--set` of a command line become one checked `RunConfig`; or all that is wrong is said at once."""
+"""A TOML file and the `--set` of a command line become one checked `RunConfig`; or all that is wrong is said at
+once."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ def read_config(
         path: of the TOML file. Paths in it are relative to its directory, but for `[run] dir`.
         overrides: "table.field=value", the value as TOML has it; a text needs no quotes. Paths are relative to the
             working directory.
-        asks_trl: check `[train]` against TRL's config, which takes seconds to import; and what goes to vLLM against its; and import tools
-            and environments.
+        asks_trl: check `[train]` against TRL's config, which takes seconds to import; and what goes to vLLM against
+            its; and import tools and environments.
         trains: the run is to be trained, so that its directory must be free.
 
     Raises:

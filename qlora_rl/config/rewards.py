@@ -59,7 +59,8 @@ def check_arguments(use: str, arguments: Mapping[str, Any]) -> list[str]:
 
 
 def column_of(use: str, arguments: Mapping[str, Any]) -> str | None:
-    """The column of the data that a reward of ours compares with; `None` where it needs none, or where it is unknown."""
+    """The column of the data that a reward of ours compares with; `None` where it needs none, or where it is
+    unknown."""
     path, function = split_reward(use)
     if path or built_in(function) is None:
         return None

@@ -74,8 +74,8 @@ class Rules:
         above, at_least, at_most, below: bounds of a number.
         choices: the only values; of a text.
         is_required: there is no default.
-        kind: "path" (made absolute), "model", "data" (a path, or a name on the hub), "reward", "function" ("path.py:name"), or "" for a
-            plain value.
+        kind: "path" (made absolute), "model", "data" (a path, or a name on the hub), "reward", "function"
+            ("path.py:name"), or "" for a plain value.
         methods: the only methods that know it; empty for all.
         example: for a template.
     """

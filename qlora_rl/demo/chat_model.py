@@ -1,9 +1,11 @@
-"""A small chat model that reads conversations on the spot: Qwen3's architecture, chat template and tool calls, in a minute on two cores.
+"""A small chat model that reads conversations on the spot: Qwen3's architecture, chat template and tool calls, in a
+minute on two cores.
 
-It is a real Qwen3 checkpoint with a real tokenizer, of about a million parameters: enough for the format of its conversations and for
-what can be copied from them, not for arithmetic.
+It is a real Qwen3 checkpoint with a real tokenizer, of about a million parameters: enough for the format of its
+conversations and for what can be copied from them, not for arithmetic.
 
-From the shell: `python -m qlora_rl.demo.chat_model OUT_DIR ROWS.jsonl`, of rows with `messages`, or with `question` and `answer`.
+From the shell: `python -m qlora_rl.demo.chat_model OUT_DIR ROWS.jsonl`, of rows with `messages`, or with `question` and
+`answer`.
 
 Shape letters: B conversations of a batch, S positions, V vocabulary.
 """
@@ -47,7 +49,8 @@ def make_chat_model(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Path:
-    """Return the directory of a bf16 checkpoint that was trained on the assistants' turns; one that is there already is not trained again.
+    """Return the directory of a bf16 checkpoint that was trained on the assistants' turns; one that is there already is
+    not trained again.
 
     Args:
         conversations: messages; the assistant's may have `tool_calls`, and then a message of role "tool" follows.
@@ -223,7 +226,8 @@ def _train(
     rng = torch.Generator().manual_seed(seed)
     optimizers = make_optimizers(model, 0.02, 3e-3, 0.1)
     peaks = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
-    # What all begin with (the tools' schemas) is computed once a step; the token before an assistant's first is not of it.
+    # What all begin with (the tools' schemas) is computed once a step; the token before an assistant's first is not of
+    # it.
     common = os.path.commonprefix([ids for ids, _ in rows])
     common = common[: min(next(i for i, own in enumerate(labels) if own != _IGNORED) for _, labels in rows) - 1]
     common_1_S = torch.tensor([common])
@@ -285,7 +289,8 @@ def read_conversations(file: str | os.PathLike[str]) -> list[list[dict[str, Any]
             talks.append([{"role": role, "content": row[column]} for role, column in turns])
         else:
             raise ValueError(
-                f"reading {file}: line {number} has the columns {', '.join(row)}. Give each line `messages`, or `question` and `answer`."
+                f"reading {file}: line {number} has the columns {', '.join(row)}. Give each line `messages`, or "
+                "`question` and `answer`."
             )
     return talks
 

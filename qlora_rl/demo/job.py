@@ -44,7 +44,8 @@ class DemoSettings:
         routing_replay: see QLoRAGRPOTrainer.
         completions_per_step: B = prompts x 8 rollouts.
         adapter_dtype: see QLoRAGRPOTrainer.
-        rollout: "colocate", "server" (one is started), "ray" (two actors), or the URL of a server on the demo's base (key: QLORA_RL_API_KEY).
+        rollout: "colocate", "server" (one is started), "ray" (two actors), or the URL of a server on the demo's base
+            (key: QLORA_RL_API_KEY).
     """
 
     steps: int = 100
@@ -67,7 +68,8 @@ class DemoSettings:
             raise ConfigConflictError(f"starting the demo: adapter={self.adapter!r} is not one of {ADAPTERS}.")
         if self.adapter != "lora" and self.sync != "weights":
             raise ConfigConflictError(
-                f"starting the demo: adapter={self.adapter!r} with sync={self.sync!r}; it is synced as full weights only. Use --sync weights."
+                f"starting the demo: adapter={self.adapter!r} with sync={self.sync!r}; it is synced as full weights "
+                "only. Use --sync weights."
             )
         if self.steps < 1:
             raise ConfigConflictError(f"starting the demo: steps={self.steps} < 1.")
@@ -305,7 +307,8 @@ def make_trainer(
         report_to=[],
         disable_tqdm=True,
         vllm_max_model_length=None if "://" in settings.rollout else MAX_MODEL_LENGTH,
-        # On TRL's padded batches of ten tokens the backward pass of fused attention costs a CPU more than half of the step.
+        # On TRL's padded batches of ten tokens the backward pass of fused attention costs a CPU more than half of the
+        # step.
         model_init_kwargs=None if on_gpu or settings.sync != "trl-merge" else {"attn_implementation": "eager"},
     )
     config = GRPOConfig(**wanted | dict(changes or {}))

@@ -30,7 +30,8 @@ class MergingTrainer(MeasuredSteps, GRPOTrainer):
     def __init__(self, *, run: RunDirectory | None, **arguments: Any):
         from qlora_rl.engine import compat
 
-        # Not TRL's: without them a step of the demo takes a quarter of a minute on a processor without bf16 instructions.
+        # Not TRL's: without them a step of the demo takes a quarter of a minute on a processor without bf16
+        # instructions.
         self._products = Float32Products(torch.bfloat16, owner=self)
         with engine_environment():
             super().__init__(**arguments)

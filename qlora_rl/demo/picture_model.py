@@ -1,7 +1,8 @@
-"""A small vision-language model that is trained on pictures of shapes on the spot: Qwen2.5-VL's architecture, in a minute or two on two cores.
+"""A small vision-language model that is trained on pictures of shapes on the spot: Qwen2.5-VL's architecture, in a
+minute or two on two cores.
 
-It is a real Qwen2.5-VL checkpoint with a real processor. It has learned to describe a picture, and to answer questions about it in the
-right form, but mostly at random: what it sees and what it is asked for, GRPO has to connect.
+It is a real Qwen2.5-VL checkpoint with a real processor. It has learned to describe a picture, and to answer questions
+about it in the right form, but mostly at random: what it sees and what it is asked for, GRPO has to connect.
 
 Shape letters: B pictures of a batch, S positions.
 """
@@ -92,7 +93,8 @@ def make_picture_model(
     Args:
         out_dir: where; by default in the cache (`$QLORA_RL_CACHE`, else `~/.cache/qlora_rl`).
         pictures: to learn from, those of the seeds from 0 on.
-        steps: of the training, with `batch_size` conversations each: three in four are descriptions, the others questions.
+        steps: of the training, with `batch_size` conversations each: three in four are descriptions, the others
+            questions.
         right: share of questions that are answered by what the picture shows; the others by any shape or colour.
         seed: of weights and order. Equal arguments, torch, processor and thread count give equal weights.
         progress: called after every step as `progress(step, steps, loss)`.

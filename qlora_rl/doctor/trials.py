@@ -1,6 +1,8 @@
-"""Each library imported, and used for something small, in a process of its own: one that crashes takes none of ours with it.
+"""Each library imported, and used for something small, in a process of its own: one that crashes takes none of ours
+with it.
 
-`python -m qlora_rl.doctor.trials FILE NAME ...` runs the trials of those names and writes one line of JSON for each into FILE.
+`python -m qlora_rl.doctor.trials FILE NAME ...` runs the trials of those names and writes one line of JSON for each
+into FILE.
 """
 
 from __future__ import annotations
@@ -34,13 +36,14 @@ def _torch() -> str:
             assert bool((x @ x == 64).all()), f"a product of ones on {card.name} is wrong"
             free = torch.cuda.mem_get_info(i)[0] / 2**30
             said.append(
-                f"{card.name}, capability {card.major}.{card.minor}, {card.total_memory / 2**30:.1f} GiB, {free - RESERVE_GIB:.1f} usable now"
+                f"{card.name}, capability {card.major}.{card.minor}, {card.total_memory / 2**30:.1f} GiB, "
+                f"{free - RESERVE_GIB:.1f} usable now"
             )
         said.append(f"CUDA {torch.version.cuda}")
     elif Path("/proc/driver/nvidia/version").exists():
         raise RuntimeError(
-            f"there is an NVIDIA driver, but torch {torch.__version__} finds no card: it may be a CPU build, the driver too old, or "
-            "CUDA_VISIBLE_DEVICES empty"
+            f"there is an NVIDIA driver, but torch {torch.__version__} finds no card: it may be a CPU build, the "
+            "driver too old, or CUDA_VISIBLE_DEVICES empty"
         )
     else:
         said.append("no NVIDIA driver")
@@ -73,7 +76,10 @@ def _bitsandbytes() -> str:
     assert torch.equal(out, exact), "4-bit weights are decoded wrongly by its CPU kernel"
     kernel = codes_kernel()
     if isinstance(kernel, str):
-        return f"NF4 decoded by its CPU kernel, bit for bit what plain torch gives; rollouts without our kernel for codes: {kernel}"
+        return (
+            "NF4 decoded by its CPU kernel, bit for bit what plain torch gives; rollouts without our kernel for "
+            f"codes: {kernel}"
+        )
     kernel.decode(codes, absmax, tensors["weight.quant_map"], out, 64)
     assert torch.equal(out, exact), f"4-bit weights are decoded wrongly by our kernel for {kernel.instructions}"
     return f"NF4 decoded by its CPU kernel and by ours for {kernel.instructions}, bit for bit what plain torch gives"

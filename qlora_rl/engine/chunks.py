@@ -1,4 +1,5 @@
-"""`Outgoing`: full weights on their way out of the trainer, in parts; while one is sent the next one is made. No vLLM here."""
+"""`Outgoing`: full weights on their way out of the trainer, in parts; while one is sent the next one is made. No vLLM
+here."""
 
 from __future__ import annotations
 
@@ -133,7 +134,8 @@ class Outgoing:
             if not isinstance(error, Exception) or isinstance(error, _UNCHANGED):
                 raise
             raise SyncError(
-                f"pushing weights version={self.version}: {error} (after {self.count} tensors). What served goes on serving. Push again.",
+                f"pushing weights version={self.version}: {error} (after {self.count} tensors). What served goes on "
+                "serving. Push again.",
                 reasons=getattr(error, "reasons", ()),
             ) from error
 

@@ -1,4 +1,5 @@
-"""What an engine must not leave behind: processes of a killed server, memory, changed classes and loggers. Directories are the business of `held`."""
+"""What an engine must not leave behind: processes of a killed server, memory, changed classes and loggers. Directories
+are the business of `held`."""
 
 from __future__ import annotations
 
@@ -19,18 +20,20 @@ from qlora_rl.cpu_matmul import Float32Products
 
 
 def end_with(parent: int, by: int) -> bool:
-    """Have the kernel send `by` when the thread that started this process ends, however it ends (Linux); whether it still lives."""
+    """Have the kernel send `by` when the thread that started this process ends, however it ends (Linux); whether it
+    still lives."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, by)  # PR_SET_PDEATHSIG
     return os.getppid() == parent
 
 
 class FirstThing:
-    """Put into vLLM's config, what each process does first that is started with that config: it is killed when its parent ends, and
-    multiplies in float32 where the processor asks for that.
+    """Put into vLLM's config, what each process does first that is started with that config: it is killed when its
+    parent ends, and multiplies in float32 where the processor asks for that.
 
-    vLLM hands its config to its processes as the first thing that they read, long before they load our worker extension: a server
-    that is killed while it starts would leave them behind, and the first pass through the model would be slow.
+    vLLM hands its config to its processes as the first thing that they read, long before they load our worker
+    extension: a server that is killed while it starts would leave them behind, and the first pass through the model
+    would be slow.
 
     Args:
         dtypes: of the model, and of its products.
@@ -57,11 +60,13 @@ class FirstThing:
 
 @contextlib.contextmanager
 def transformers_classes_kept() -> Iterator[None]:
-    """While an engine is built: where vLLM decorates a class of transformers, its own model gets a decorated subclass instead.
+    """While an engine is built: where vLLM decorates a class of transformers, its own model gets a decorated subclass
+    instead.
 
-    A model that vLLM has no code for (SmolLM3, OLMo) runs there with transformers' code, and vLLM decorates its decoder's class for torch's
-    compiler, in place: for the rest of the process no other model of that class, the trainer's among them, could be made or called
-    without vLLM's config. Remove when `_decorate_cls_for_torch_compile` decorates a class of vLLM's own.
+    A model that vLLM has no code for (SmolLM3, OLMo) runs there with transformers' code, and vLLM decorates its
+    decoder's class for torch's compiler, in place: for the rest of the process no other model of that class, the
+    trainer's among them, could be made or called without vLLM's config. Remove when `_decorate_cls_for_torch_compile`
+    decorates a class of vLLM's own.
     """
     from transformers import PreTrainedModel
     from vllm.compilation import decorators
@@ -104,7 +109,8 @@ def transformers_classes_kept() -> Iterator[None]:
 def log_handlers_kept() -> Iterator[None]:
     """While an engine is built: `dictConfig`, with which vLLM sets up its logger, finds no handler of this process.
 
-    It closes all that it finds, and a log file that was opened with "w" takes no line after that. Remove when vLLM adds its own handler alone.
+    It closes all that it finds, and a log file that was opened with "w" takes no line after that. Remove when vLLM adds
+    its own handler alone.
     """
     every, by_name = logging._handlerList[:], dict(logging._handlers)  # type: ignore[attr-defined]
     logging._handlerList.clear()  # type: ignore[attr-defined]
@@ -128,7 +134,8 @@ def note_store(executor: object) -> None:
 
 
 def remove_stores() -> None:
-    """The process group has ended. Torch removes its file with the last reference to it, which may be kept to the end of the process."""
+    """The process group has ended. Torch removes its file with the last reference to it, which may be kept to the end
+    of the process."""
     while _stores:
         _stores.pop().unlink(missing_ok=True)
 
@@ -136,9 +143,10 @@ def remove_stores() -> None:
 def forget_adapter_places() -> None:
     """Empty what vLLM's Triton kernels for adapters remember of their buffers, when no engine of this process is left.
 
-    0.31 remembers strides by address alone, for the life of the process, and with them some of the buffers: another engine at the same
-    addresses with another `max_lora_rank` would be multiplied with wrong strides, and an engine that can sleep could not start again.
-    Captured graphs read those tables, so they stay while an engine lives. Remove when `_get_lora_a_ptr` knows its engine.
+    0.31 remembers strides by address alone, for the life of the process, and with them some of the buffers: another
+    engine at the same addresses with another `max_lora_rank` would be multiplied with wrong strides, and an engine that
+    can sleep could not start again. Captured graphs read those tables, so they stay while an engine lives. Remove when
+    `_get_lora_a_ptr` knows its engine.
     """
     tables = sys.modules.get("vllm.lora.ops.triton_ops.utils")
     for name in ("_LORA_A_PTR_DICT", "_LORA_B_PTR_DICT"):
@@ -146,7 +154,8 @@ def forget_adapter_places() -> None:
 
 
 def held_for_sleep() -> int:
-    """Bytes in the pool of vLLM's sleep mode, of which a process has one: while any are in use, no engine with sleep mode can start.
+    """Bytes in the pool of vLLM's sleep mode, of which a process has one: while any are in use, no engine with sleep
+    mode can start.
 
     After `trim_memory` those that somebody still refers to: a model that borrows the base, or slots of an adapter.
     """

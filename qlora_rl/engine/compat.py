@@ -1,6 +1,7 @@
 """vLLM's moved and version-dependent names, and private ones, each with its reason and the condition of its removal.
 
-Versions: vLLM 0.26 to 0.31; the tests run on these two (`QLORA_RL_VLLM` of scripts/setup.sh). Nothing here runs at import.
+Versions: vLLM 0.26 to 0.31; the tests run on these two (`QLORA_RL_VLLM` of scripts/setup.sh). Nothing here runs at
+import.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ def vllm_version() -> str:
             break
     else:
         raise MissingDependencyError(
-            "looking for vLLM: not installed. Run `make setup` in the repository, which knows what must and must not be there; or, "
-            "on an NVIDIA GPU, pip install 'qlora-rl[cuda]'."
+            "looking for vLLM: not installed. Run `make setup` in the repository, which knows what must and must not "
+            "be there; or, on an NVIDIA GPU, pip install 'qlora-rl[cuda]'."
         )
     if release(version) < OLDEST:
         raise MissingDependencyError(
@@ -82,8 +83,8 @@ def require_bitsandbytes_support() -> str:
         )
     if plugin:
         raise MissingDependencyError(
-            f"looking for bitsandbytes in vLLM {version}: this vLLM has its own and vllm-bnb-plugin is installed too; they "
-            "register the same operator (vllm#52802). Remove one: pip uninstall vllm-bnb-plugin"
+            f"looking for bitsandbytes in vLLM {version}: this vLLM has its own and vllm-bnb-plugin is installed too; "
+            "they register the same operator (vllm#52802). Remove one: pip uninstall vllm-bnb-plugin"
         )
     return "vllm"
 
@@ -103,7 +104,8 @@ def require_head_size(config: Any) -> None:
     """
     if not platform_is_cpu():
         return
-    # Moved between releases; without the list vLLM's own, later error has to do. Remove when vLLM names the sizes itself.
+    # Moved between releases; without the list vLLM's own, later error has to do. Remove when vLLM names the sizes
+    # itself.
     try:
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
@@ -114,20 +116,22 @@ def require_head_size(config: Any) -> None:
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     if size not in sizes:
         raise EngineUnsupportedError(
-            f"starting vLLM on the CPU: head_dim={size} is not one of {sizes}. Use a model with one of these head sizes, or a "
-            "GPU."
+            f"starting vLLM on the CPU: head_dim={size} is not one of {sizes}. Use a model with one of these head "
+            "sizes, or a GPU."
         )
 
 
 @contextlib.contextmanager
 def construction(ranks: int = 1) -> Iterator[None]:
-    """What must hold while an engine is built in this process, and is put back afterwards; see `room_for` for several ranks.
+    """What must hold while an engine is built in this process, and is put back afterwards; see `room_for` for several
+    ranks.
 
     - `VLLM_ENABLE_V1_MULTIPROCESSING=0`: the engine core runs here, where adapters and weights can be reached.
     - vLLM seeds the global random generators; the trainer's state is kept out of that.
-    - Its CPU worker replaces `torch.set_num_threads` by a function that does nothing, for the rest of the process. The number of
-      threads that it chose stays: they are bound to cores.
-    - On the CPU it sets `LD_PRELOAD` and `LOCAL_WORLD_SIZE` for its ranks: other processes that are started later must not get them.
+    - Its CPU worker replaces `torch.set_num_threads` by a function that does nothing, for the rest of the process. The
+      number of threads that it chose stays: they are bound to cores.
+    - On the CPU it sets `LD_PRELOAD` and `LOCAL_WORLD_SIZE` for its ranks: other processes that are started later must
+      not get them.
     """
     import numpy
     from vllm import envs
@@ -164,7 +168,8 @@ def restored_environment(*names: str) -> Iterator[None]:
         os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
-# What a launcher like torchrun tells each of its processes; the ranks of an engine that one of them starts are none of these.
+# What a launcher like torchrun tells each of its processes; the ranks of an engine that one of them starts are none of
+# these.
 _OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -175,15 +180,18 @@ def launcher_variables() -> list[str]:
 
 @contextlib.contextmanager
 def room_for(ranks: int) -> Iterator[None]:
-    """What must hold while vLLM starts several ranks on this machine, each a process of its own, and is put back afterwards.
+    """What must hold while vLLM starts several ranks on this machine, each a process of its own, and is put back
+    afterwards.
 
-    - 0.31 binds the threads of each rank on the CPU to a NUMA node of its own, and raises where there are fewer. They get an equal share
-      of the cores instead, and run on any; `VLLM_CPU_OMP_THREADS_BIND` by hand counts.
-    - vLLM remembers the environment that the first engine of a process has seen, and sets threads and variables for its ranks.
-    - In a process that a launcher has started, they take the devices from its own on, and hear nothing of the launcher: its store would
-      be taken for theirs.
+    - 0.31 binds the threads of each rank on the CPU to a NUMA node of its own, and raises where there are fewer. They
+      get an equal share of the cores instead, and run on any; `VLLM_CPU_OMP_THREADS_BIND` by hand counts.
+    - vLLM remembers the environment that the first engine of a process has seen, and sets threads and variables for its
+      ranks.
+    - In a process that a launcher has started, they take the devices from its own on, and hear nothing of the launcher:
+      its store would be taken for theirs.
 
-    On the CPU, also with one rank, what torch compiles is kept apart from what it has compiled for other processors; that stays so.
+    On the CPU, also with one rank, what torch compiles is kept apart from what it has compiled for other processors;
+    that stays so.
     """
     if platform_is_cpu():
         tell_compiled_code_apart()
@@ -221,7 +229,8 @@ def room_for(ranks: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _devices_from(first: int, count: int) -> Iterator[None]:
-    """vLLM counts devices from 0: what it starts meanwhile sees `count` of them, from `first` on. Nothing changes where there are fewer."""
+    """vLLM counts devices from 0: what it starts meanwhile sees `count` of them, from `first` on. Nothing changes where
+    there are fewer."""
     from vllm.platforms import current_platform
 
     name = current_platform.device_control_env_var
@@ -245,7 +254,8 @@ def holds_adapters(llm: LLM, ids: Sequence[int]) -> bool:
     return all(llm.collective_rpc("qlora_holds_adapters", args=(list(ids),)))
 
 
-# Engines of this process that are not shut down. vLLM keeps its process groups in module globals that all of them share.
+# Engines of this process that are not shut down. vLLM keeps its process groups in module globals that all of them
+# share.
 _alive = 0
 
 
@@ -259,8 +269,9 @@ def started(llm: LLM) -> None:
     if not hasattr(client, "engine_core"):
         client.shutdown()
         raise EngineUnsupportedError(
-            "starting vLLM: its engine runs in a process of its own, although VLLM_ENABLE_V1_MULTIPROCESSING=0 was set: vLLM has kept an "
-            "older value. Start the engine before other engines of this process, or in a new process."
+            "starting vLLM: its engine runs in a process of its own, although VLLM_ENABLE_V1_MULTIPROCESSING=0 was "
+            "set: vLLM has kept an older value. Start the engine before other engines of this process, or in a new "
+            "process."
         )
     global _alive
     _alive += 1
@@ -279,8 +290,9 @@ def _sockets(executor: Any) -> list[Any]:
 def shut_down(llm: LLM, *, owns_process_group: bool) -> None:
     """Stop an in-process engine and give its memory back; the caller drops its own references first.
 
-    vLLM's own shutdown also destroys all process groups. Other engines in this process could not take another step then, nor a trainer that had
-    made the default one: in both cases the rest is done by hand. Remove when EngineCore.shutdown leaves alone what it has not made.
+    vLLM's own shutdown also destroys all process groups. Other engines in this process could not take another step
+    then, nor a trainer that had made the default one: in both cases the rest is done by hand. Remove when
+    EngineCore.shutdown leaves alone what it has not made.
 
     Args:
         llm: engine built under `construction`, after `started`.
@@ -306,7 +318,8 @@ def _shut_down(llm: LLM, *, owns_process_group: bool) -> None:
         multiprocessing.active_children()  # ranks that have ended are forgotten by the system only when they are asked for
         remove_stores()
         return
-    # 0.31 shuts down an engine that nobody refers to any more, and with it all process groups; 0.26 does not. Remove when 0.30 is dropped.
+    # 0.31 shuts down an engine that nobody refers to any more, and with it all process groups; 0.26 does not. Remove
+    # when 0.30 is dropped.
     if (finalizer := getattr(client, "_finalizer", None)) is not None:
         finalizer.detach()
     core = client.engine_core
@@ -320,7 +333,8 @@ def _shut_down(llm: LLM, *, owns_process_group: bool) -> None:
 
 
 def may_sleep(*, lends: bool) -> bool:
-    """An engine that lends its base gives back the KV cache alone, which 0.31 was the first to do. Without vLLM (a plan for elsewhere) true."""
+    """An engine that lends its base gives back the KV cache alone, which 0.31 was the first to do. Without vLLM (a plan
+    for elsewhere) true."""
     try:
         return not lends or release(vllm_version()) >= LENT_SLEEP_SINCE
     except MissingDependencyError:
@@ -328,7 +342,8 @@ def may_sleep(*, lends: bool) -> bool:
 
 
 def release_kv_cache(llm: LLM) -> None:
-    """Give back the KV cache; the weights, which are lent, stay where they are. `LLM.wake_up` undoes it. See `may_sleep`."""
+    """Give back the KV cache; the weights, which are lent, stay where they are. `LLM.wake_up` undoes it. See
+    `may_sleep`."""
     core = llm.llm_engine.engine_core.engine_core
     while core.scheduler.has_requests() or core.batch_queue:  # it forgets a request in the step after its last one
         llm.llm_engine.step()
@@ -337,7 +352,8 @@ def release_kv_cache(llm: LLM) -> None:
 
 
 def require_server() -> None:
-    """Raise a MissingDependencyError where vLLM's server is not in the modules that have it in 0.31. Remove when 0.28 is dropped."""
+    """Raise a MissingDependencyError where vLLM's server is not in the modules that have it in 0.31. Remove when 0.28
+    is dropped."""
     _require((0, 29), "starting a server", "use an engine in the trainer's process (rollout='colocate', LocalEngine)")
 
 
@@ -379,12 +395,12 @@ def is_dead_engine(error: BaseException) -> bool:
 
 
 def executor_of_server(ranks: int = 1) -> dict[str, Any]:
-    """The argument that keeps vLLM's worker in the process of its engine, on the CPU; nothing where threads are bound by hand, or for
-    several ranks.
+    """The argument that keeps vLLM's worker in the process of its engine, on the CPU; nothing where threads are bound
+    by hand, or for several ranks.
 
-    0.31 gives a CPU server's worker a process of its own, to bind its threads, and one core less than there are. Between two
-    requests that process waits awake for a second: a trainer next to it loses a core. It takes "uni" back to "mp", and a
-    name of a class as it is. Remove when an idle worker sleeps.
+    0.31 gives a CPU server's worker a process of its own, to bind its threads, and one core less than there are.
+    Between two requests that process waits awake for a second: a trainer next to it loses a core. It takes "uni" back
+    to "mp", and a name of a class as it is. Remove when an idle worker sleeps.
     """
     if ranks > 1 or os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto") != "auto":
         return {}
@@ -394,17 +410,18 @@ def executor_of_server(ranks: int = 1) -> dict[str, Any]:
 def reject_data_parallel(size: Any) -> None:
     """Reject replicas inside one vLLM.
 
-    Its client sends `collective_rpc` and `add_lora` to all of them and returns the answer of the first (`call_utility_async` of
-    v1/engine/core_client.py, 0.31): what the others hold cannot be read. Remove when it returns all.
+    Its client sends `collective_rpc` and `add_lora` to all of them and returns the answer of the first
+    (`call_utility_async` of v1/engine/core_client.py, 0.31): what the others hold cannot be read. Remove when it
+    returns all.
 
     Raises:
         EngineUnsupportedError: `size` is above 1; names what to do instead.
     """
     if size is not None and int(size) > 1:
         raise EngineUnsupportedError(
-            f"starting vLLM: data_parallel_size={size}: vLLM answers for the first of its replicas alone, so neither the base nor a push "
-            f"can be verified in the others. Start {size} servers and pass their URLs in a list, or use rollout='ray' with "
-            f"replicas={size}."
+            f"starting vLLM: data_parallel_size={size}: vLLM answers for the first of its replicas alone, so neither "
+            f"the base nor a push can be verified in the others. Start {size} servers and pass their URLs in a list, "
+            f"or use rollout='ray' with replicas={size}."
         )
 
 
@@ -442,8 +459,8 @@ def server_arguments(
     taken = sorted(changed & (fixed | set(own)))
     if taken:
         raise ConfigConflictError(
-            f"reading vLLM's options: {', '.join(taken)} cannot be set after --, the server of qlora_rl sets it itself. Use the "
-            "options of `qlora-rl serve`, or leave it out.",
+            f"reading vLLM's options: {', '.join(taken)} cannot be set after --, the server of qlora_rl sets it "
+            "itself. Use the options of `qlora-rl serve`, or leave it out.",
             reasons=taken,
         )
     if "additional_config" not in changed:

@@ -119,7 +119,8 @@ class FakeEngine:
         places: Sequence[int] | None = None,
         **fields: Any,
     ) -> Rollout:
-        """One completion for each of B prompts (token ids); temperature, greedy, seeds, stop tokens and the length limit are honoured.
+        """One completion for each of B prompts (token ids); temperature, greedy, seeds, stop tokens and the length
+        limit are honoured.
 
         `places`: number of each prompt in the whole of which these are a part; decides its seed.
         """
@@ -132,7 +133,8 @@ class FakeEngine:
         plain = SamplingSpec(**{name: getattr(spec, name) for name in known})
         if replace(spec, extra={}) != plain or spec.extra.keys() - {"stop_token_ids"}:
             raise NotYetSupportedError(
-                f"generating: {spec}: the fake engine knows max_tokens, temperature, seed and stop tokens only. Use LocalEngine."
+                f"generating: {spec}: the fake engine knows max_tokens, temperature, seed and stop tokens only. Use "
+                "LocalEngine."
             )
         prompts = as_ids(several(prompts))
         too_long = [i for i, p in enumerate(prompts) if not 0 < len(p) < self.max_model_length]

@@ -1,8 +1,9 @@
 """`ImagePrompt`: token ids with the images that some of them stand for; and what vLLM makes of it.
 
-vLLM's own way with token ids expects one placeholder per image and puts as many tokens in its place as the image takes. The trainer's ids come out of
-transformers' processor, which has done that already: vLLM 0.31 would do it once more, and sample from another prompt. Here vLLM's processor sees the
-images with a prompt of its own making; its tokens for each image must be found in the trainer's ids, and the images are put there.
+vLLM's own way with token ids expects one placeholder per image and puts as many tokens in its place as the image takes.
+The trainer's ids come out of transformers' processor, which has done that already: vLLM 0.31 would do it once more, and
+sample from another prompt. Here vLLM's processor sees the images with a prompt of its own making; its tokens for each
+image must be found in the trainer's ids, and the images are put there.
 
 Private names of vLLM's, as in `compat`; nothing here runs at import.
 """
@@ -70,7 +71,8 @@ def encoded(tokenizer: Any, prompts: Sequence[str | Prompt]) -> list[Prompt]:
 
 
 def pack(prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """Prompts for JSON: `rows`, each ids or `{"ids", "images"}` with places in `images`, where each image stands once, as PNG in base64."""
+    """Prompts for JSON: `rows`, each ids or `{"ids", "images"}` with places in `images`, where each image stands once,
+    as PNG in base64."""
     known: dict[int, int] = {}
     images: list[str] = []
     rows: list[Any] = []
@@ -87,7 +89,8 @@ def pack(prompts: Sequence[Prompt]) -> dict[str, Any]:
 
 
 def unpack(rows: Sequence[Any], images: Any, most: int) -> list[Prompt]:
-    """The prompts in what `pack` has made, from somebody who is not trusted; each image is decoded once, within `ImageLimits`.
+    """The prompts in what `pack` has made, from somebody who is not trusted; each image is decoded once, within
+    `ImageLimits`.
 
     Args:
         rows: as above.
@@ -118,7 +121,8 @@ def unpack(rows: Sequence[Any], images: Any, most: int) -> list[Prompt]:
             raise ConfigConflictError("asking the server: a prompt is no list of token ids.")
         if not isinstance(held, list) or len(held) > most:
             raise ConfigConflictError(
-                f"asking the server: prompt {number} has {len(held) if isinstance(held, list) else 'no list of'} images; the server takes {most} a prompt."
+                f"asking the server: prompt {number} has {len(held) if isinstance(held, list) else 'no list of'} "
+                f"images; the server takes {most} a prompt."
             )
         found.append(ImagePrompt(ids, tuple(map(read, held))) if held else ids)
     return found
@@ -166,7 +170,8 @@ def _rendered(renderer: Any, images: Sequence[Any]) -> Any:
 
 
 def _as_trainer(image: Any) -> Any:
-    """The pixels that transformers' processor takes: vLLM would put white behind transparent ones, and turn a picture as its EXIF says."""
+    """The pixels that transformers' processor takes: vLLM would put white behind transparent ones, and turn a picture
+    as its EXIF says."""
     if not hasattr(image, "convert"):
         return image  # vLLM says what it is not
     from PIL import Image
@@ -197,8 +202,9 @@ def _placed(rendered: Any, ids: list[int], which: str) -> dict[str, Any]:
         start = _find(wanted, ids, start)
         if start < 0:
             raise EngineUnsupportedError(
-                f"generating: {which}: vLLM makes {len(wanted)} tokens of image {len(places)}, and they are not in the prompt. The prompt's ids must "
-                "come from the processor that is stored with the base (min_pixels, max_pixels and the like decide how many they are)."
+                f"generating: {which}: vLLM makes {len(wanted)} tokens of image {len(places)}, and they are not in the "
+                "prompt. The prompt's ids must come from the processor that is stored with the base (min_pixels, "
+                "max_pixels and the like decide how many they are)."
             )
         embedded += [token for token, held in zip(wanted, is_embedded, strict=True) if held]
         mask = None if place.is_embed is None else place.is_embed[first:last]
@@ -207,8 +213,8 @@ def _placed(rendered: Any, ids: list[int], which: str) -> dict[str, Any]:
     tokens = set(embedded)
     if sum(token in tokens for token in ids) != len(embedded):
         raise EngineUnsupportedError(
-            f"generating: {which} has {sum(token in tokens for token in ids)} image tokens, and its {len(places)} images make {len(embedded)}. The "
-            "prompt's ids must come from the processor that is stored with the base."
+            f"generating: {which} has {sum(token in tokens for token in ids)} image tokens, and its {len(places)} "
+            f"images make {len(embedded)}. The prompt's ids must come from the processor that is stored with the base."
         )
     return {**rendered, "prompt_token_ids": ids, "mm_placeholders": {"image": places}}
 

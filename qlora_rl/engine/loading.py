@@ -1,4 +1,5 @@
-"""The life of a command's process: `loading` imports the libraries, `as_command` ends it, neither searching a million objects for garbage."""
+"""The life of a command's process: `loading` imports the libraries, `as_command` ends it, neither searching a million
+objects for garbage."""
 
 from __future__ import annotations
 
@@ -25,17 +26,20 @@ _is_command = _ends_at_once = False
 def loading(*modules: str, runs_files: bool = True) -> Iterator[None]:
     """Import within it, without pauses for garbage collection; `modules` are imported at its end.
 
-    What is imported stays for good: torch, transformers, TRL and vLLM make a million objects, which are walked through again and again. So a
-    command (`as_command`) also sets it aside: later collections, some of which the libraries ask for, do not walk through it. That lasts until `released`:
-    `gc.freeze` and `gc.unfreeze` do nothing meanwhile, as vLLM's engines set themselves aside when they start, and everything back when they
-    end. In another process, which is somebody else's, nothing is set aside: what they have dropped must still be found.
+    What is imported stays for good: torch, transformers, TRL and vLLM make a million objects, which are walked through
+    again and again. So a command (`as_command`) also sets it aside: later collections, some of which the libraries ask
+    for, do not walk through it. That lasts until `released`: `gc.freeze` and `gc.unfreeze` do nothing meanwhile, as
+    vLLM's engines set themselves aside when they start, and everything back when they end. In another process, which is
+    somebody else's, nothing is set aside: what they have dropped must still be found.
 
-    transformers and TRL each ask which distribution every installed module came from, half a second each; they are told once.
+    transformers and TRL each ask which distribution every installed module came from, half a second each; they are told
+    once.
 
     Args:
         modules: to be imported at the end.
-        runs_files: the process may run a file of the user's (rewards, tools, a model's own code). Without one, a command's libraries find no SciPy and no
-            scikit-learn, which they need for nothing here and which are a tenth of a start.
+        runs_files: the process may run a file of the user's (rewards, tools, a model's own code). Without one, a
+            command's libraries find no SciPy and no scikit-learn, which they need for nothing here and which are a
+            tenth of a start.
     """
     was_on, ask = gc.isenabled(), importlib.metadata.packages_distributions
     # transformers remembers what there is
@@ -69,8 +73,8 @@ def released() -> None:
 def leave_at_once() -> None:
     """Have a command that succeeds end without taking torch and vLLM apart, object by object, which takes 3 s.
 
-    Threads are waited for, exit handlers run, output is flushed. A file that nobody has closed may lose its last lines: not for a process
-    that runs a file of the user's.
+    Threads are waited for, exit handlers run, output is flushed. A file that nobody has closed may lose its last lines:
+    not for a process that runs a file of the user's.
     """
     global _ends_at_once
     _ends_at_once = True

@@ -39,8 +39,8 @@ _UNKNOWN_CUTS = {
     "quantization": None,
 }
 
-# vLLM's classes of model types whose checkpoints hold gate_up_proj as one, where vLLM 0.31 names gate_proj and up_proj: it would find no
-# adapter for it. To be removed when it names it as they do.
+# vLLM's classes of model types whose checkpoints hold gate_up_proj as one, where vLLM 0.31 names gate_proj and up_proj:
+# it would find no adapter for it. To be removed when it names it as they do.
 ONE_GATE_UP = {"glm": "GlmForCausalLM", "glm4": "Glm4ForCausalLM"}
 
 _LEAST_SHARE = 0.01  # of the card; vLLM takes no 0
@@ -61,7 +61,8 @@ class StartOptions:
         max_lora_rank: one of vLLM's classes; 0 without LoRA.
         max_model_length: prompt plus completion, in tokens.
         is_mixture: the base is a mixture of experts; vLLM cannot be given other weights for it.
-        image_tokens: what stands for images and videos in the ids of a vision-language model, and is never sampled; empty for a text model.
+        image_tokens: what stands for images and videos in the ids of a vision-language model, and is never sampled;
+            empty for a text model.
         adapts_experts: experts of the base take adapters: in 4 bits, on a CPU.
     """
 
@@ -89,7 +90,8 @@ class StartOptions:
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Of matrices that are multiplied on the CPU: those of the model, and bf16, in which a 4-bit base is multiplied."""
+        """Of matrices that are multiplied on the CPU: those of the model, and bf16, in which a 4-bit base is
+        multiplied."""
         if not self.is_cpu:
             return ()
         own = getattr(torch, self.arguments["dtype"])
@@ -148,8 +150,8 @@ def start_options(
     compat.reject_data_parallel(vllm_options.get("data_parallel_size"))
     if taken := sorted(OWN & set(vllm_options)):
         raise EngineUnsupportedError(
-            f"starting vLLM: {', '.join(taken)}: set here, as what the trainer relies on hangs on it (the same weights, probabilities after "
-            "temperature). Leave it out."
+            f"starting vLLM: {', '.join(taken)}: set here, as what the trainer relies on hangs on it (the same "
+            "weights, probabilities after temperature). Leave it out."
         )
     rank = rank_class(max_lora_rank) if max_lora_rank else 0
     version = compat.vllm_version()
@@ -165,8 +167,8 @@ def start_options(
     if ranks > 1:
         if mixture:
             raise EngineUnsupportedError(
-                f"starting vLLM: tensor_parallel_size={ranks} with a mixture of experts: which part of an expert a rank holds cannot be told here, "
-                "and so not verified. Use tensor_parallel_size=1."
+                f"starting vLLM: tensor_parallel_size={ranks} with a mixture of experts: which part of an expert a "
+                "rank holds cannot be told here, and so not verified. Use tensor_parallel_size=1."
             )
         prepared = _for_ranks(prepared, ranks, vllm_options)
     base, is_4bit, is_cpu = prepared.path, prepared.spec.is_4bit, compat.platform_is_cpu()
@@ -174,8 +176,8 @@ def start_options(
         compat.require_bitsandbytes_support()
     if is_4bit and str(config.dtype).endswith("float32"):
         raise EngineUnsupportedError(
-            "starting vLLM: the base is 4-bit with compute_dtype=float32, which vLLM's bitsandbytes kernels do not take. "
-            "Prepare it with compute_dtype='bfloat16'."
+            "starting vLLM: the base is 4-bit with compute_dtype=float32, which vLLM's bitsandbytes kernels do not "
+            "take. Prepare it with compute_dtype='bfloat16'."
         )
     if max_model_length is None and "max_model_len" in vllm_options:
         max_model_length = vllm_options.pop("max_model_len")
@@ -207,8 +209,9 @@ def start_options(
         "worker_extension_cls": "qlora_rl.engine.worker.BaseExtension",
     }
     if is_cpu or both_ways:
-        # An image whose tokens attend to each other must not be split over steps. On a CPU no prompt must: it has its seed's generator
-        # set back, which torch's CPU generators cannot do, and vLLM 0.31 raises. To be removed when it does not.
+        # An image whose tokens attend to each other must not be split over steps. On a CPU no prompt must: it has its
+        # seed's generator set back, which torch's CPU generators cannot do, and vLLM 0.31 raises. To be removed when it
+        # does not.
         arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(_STEP_TOKENS, length)}
     if rank:
         # Two slots: the version that serves stays whole while the next one is loaded or written.
@@ -219,8 +222,8 @@ def start_options(
     if prepared.spec.quantize_experts and not is_cpu:
         if enforce_eager is False:
             raise EngineUnsupportedError(
-                "starting vLLM: enforce_eager=False with experts in 4 bits, which are multiplied one after another: no CUDA graph can hold that. "
-                "Leave it out."
+                "starting vLLM: enforce_eager=False with experts in 4 bits, which are multiplied one after another: no "
+                "CUDA graph can hold that. Leave it out."
             )
         arguments["enforce_eager"] = True
     if mixture:
@@ -243,22 +246,24 @@ def start_options(
     if kv_cache_gib is not None:
         arguments["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
     if "kv_cache_memory_bytes" in arguments | vllm_options:
-        # vLLM asks of the share then only whether so much is free, also of an engine that is rebuilt while the trainer fills the card.
+        # vLLM asks of the share then only whether so much is free, also of an engine that is rebuilt while the trainer
+        # fills the card.
         arguments["gpu_memory_utilization"] = _LEAST_SHARE
     if images := image_tokens(base):
         if ranks > 1:
             raise EngineUnsupportedError(
-                f"starting vLLM: tensor_parallel_size={ranks} with a model that takes images: what each rank holds of its vision tower cannot be "
-                "told here, and so not verified. Use tensor_parallel_size=1."
+                f"starting vLLM: tensor_parallel_size={ranks} with a model that takes images: what each rank holds of "
+                "its vision tower cannot be told here, and so not verified. Use tensor_parallel_size=1."
             )
         limits = {"image": MOST_IMAGES, "video": 0} | dict(vllm_options.pop("limit_mm_per_prompt", None) or {})
         if images_a_prompt(limits) < 1:
             raise EngineUnsupportedError(
-                f"starting vLLM: limit_mm_per_prompt={limits}: without images vLLM leaves out the vision tower, which could not be verified then. Allow "
+                f"starting vLLM: limit_mm_per_prompt={limits}: without images vLLM leaves out the vision tower, which "
+                "could not be verified then. Allow "
                 "one image: {'image': 1, 'video': 0}."
             )
-        # Without its cache of processed images: one that is rejected half-way would be missing from the other half of it. `images` processes each once.
-        # A server fetches nothing: no URL is of a domain that cannot exist.
+        # Without its cache of processed images: one that is rejected half-way would be missing from the other half of
+        # it. `images` processes each once. A server fetches nothing: no URL is of a domain that cannot exist.
         arguments |= {
             "limit_mm_per_prompt": limits,
             "mm_processor_cache_gb": 0,
@@ -288,13 +293,13 @@ def check_both_ways(config: Any, vllm_options: Mapping[str, Any]) -> None:
     size, window = int(config.mm_tokens_per_image), getattr(config.get_text_config(), "sliding_window", None)
     if window is not None and size > window:
         raise EngineUnsupportedError(
-            f"starting vLLM: mm_tokens_per_image={size} > sliding_window={window} of the base: vLLM lets the tokens of such an image attend to earlier "
-            "ones only, the trainer in both directions. Use another base."
+            f"starting vLLM: mm_tokens_per_image={size} > sliding_window={window} of the base: vLLM lets the tokens of "
+            "such an image attend to earlier ones only, the trainer in both directions. Use another base."
         )
     if vllm_options.get("enable_chunked_prefill"):
         raise EngineUnsupportedError(
-            f"starting vLLM: enable_chunked_prefill=True with {config.model_type}: an image that is split over two steps cannot attend to "
-            "itself in both directions. Leave it out."
+            f"starting vLLM: enable_chunked_prefill=True with {config.model_type}: an image that is split over two "
+            "steps cannot attend to itself in both directions. Leave it out."
         )
 
 
@@ -306,15 +311,16 @@ def _for_ranks(prepared: PreparedBase, ranks: int, vllm_options: Mapping[str, An
     """
     if taken := sorted(name for name, plain in _UNKNOWN_CUTS.items() if vllm_options.get(name, plain) != plain):
         raise EngineUnsupportedError(
-            f"starting vLLM: tensor_parallel_size={ranks} with {', '.join(taken)}: what each rank holds then cannot be told here, and so not "
-            "verified. Leave it out."
+            f"starting vLLM: tensor_parallel_size={ranks} with {', '.join(taken)}: what each rank holds then cannot be "
+            "told here, and so not verified. Leave it out."
         )
     if not prepared.spec.is_4bit:
         return prepared
     baked = bake_base(prepared)
     logger.info(
-        "tensor_parallel_size=%d: vLLM cannot cut 4-bit weights, so its ranks load what the codes of %s stand for, in %s (four times the "
-        "bytes, shared by %d ranks): %s. The trainer keeps the codes; both sides multiply with the same numbers.",
+        "tensor_parallel_size=%d: vLLM cannot cut 4-bit weights, so its ranks load what the codes of %s stand for, in "
+        "%s (four times the bytes, shared by %d ranks): %s. The trainer keeps the codes; both sides multiply with the "
+        "same numbers.",
         ranks,
         prepared,
         baked.spec.compute_dtype,

@@ -36,8 +36,8 @@ def several(prompts: Any) -> list[Any]:
         for row in rows
     ):
         raise ConfigConflictError(
-            "generating: a prompt is messages. Make token ids of them: tokenizer.apply_chat_template(messages, add_generation_prompt=True, "
-            "return_dict=False)."
+            "generating: a prompt is messages. Make token ids of them: tokenizer.apply_chat_template(messages, "
+            "add_generation_prompt=True, return_dict=False)."
         )
     return rows
 
@@ -144,7 +144,8 @@ def request_seed(seed: int, index: int) -> int:
 
 
 def are_cut_off(outputs: Iterable[Any]) -> bool:
-    """One of vLLM's request outputs (`None`: it gave none) was not generated to its end: vLLM ends, or has dropped it."""
+    """One of vLLM's request outputs (`None`: it gave none) was not generated to its end: vLLM ends, or has dropped
+    it."""
     return any(output is None or output.outputs[0].finish_reason in _CUT_OFF for output in outputs)
 
 

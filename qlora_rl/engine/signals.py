@@ -52,10 +52,11 @@ def interrupts_between_steps() -> Iterator[Any]:
 
 @contextlib.contextmanager
 def interrupts_for_sure(is_starting: Callable[[], bool], clean: Callable[[], None]) -> Iterator[None]:
-    """SIGTERM and Ctrl-C raise KeyboardInterrupt while something starts, and end the process if that is swallowed on the way.
+    """SIGTERM and Ctrl-C raise KeyboardInterrupt while something starts, and end the process if that is swallowed on
+    the way.
 
-    Ctrl-C is blocked, and a thread takes it: children inherit that. A terminal sends it to them too, and they would answer with
-    tracebacks. Only in the main thread.
+    Ctrl-C is blocked, and a thread takes it: children inherit that. A terminal sends it to them too, and they would
+    answer with tracebacks. Only in the main thread.
 
     Args:
         is_starting: afterwards signals belong to whoever has set a handler of his own.
@@ -91,7 +92,8 @@ def interrupts_for_sure(is_starting: Callable[[], bool], clean: Callable[[], Non
     sys.warnoptions.append("ignore:resource_tracker")  # it removes what killed children leave, and need not say so
     resource_tracker.ensure_running()  # unblocks SIGINT when it starts
     sys.warnoptions.pop()
-    # Also SIGINT, for threads of libraries that do not block it; asyncio's own would hold it back until vLLM has started.
+    # Also SIGINT, for threads of libraries that do not block it; asyncio's own would hold it back until vLLM has
+    # started.
     before = {number: signal.signal(number, strike) for number in (signal.SIGTERM, signal.SIGINT)}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     thread = threading.Thread(target=watch, name="qlora-rl-signals", daemon=True)
@@ -112,7 +114,8 @@ def interrupts_for_sure(is_starting: Callable[[], bool], clean: Callable[[], Non
 
 @contextlib.contextmanager
 def no_child_left() -> Iterator[None]:
-    """Every process that was started meanwhile has ended afterwards, and theirs, also those whose parent is gone (Linux)."""
+    """Every process that was started meanwhile has ended afterwards, and theirs, also those whose parent is gone
+    (Linux)."""
     import psutil
 
     before = frozenset(child.pid for child in psutil.Process().children())

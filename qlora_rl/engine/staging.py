@@ -1,4 +1,5 @@
-"""`Stage`: full weights on their way into a server. Every part is there, checked, before the engine is touched; no vLLM here."""
+"""`Stage`: full weights on their way into a server. Every part is there, checked, before the engine is touched; no vLLM
+here."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ STAGES = "qlora-rl-weights-*"
 
 
 class Stage:
-    """One version's weights, as safetensors files in two directories of mode 700: one into which a client on this host may write,
-    and one that only the server knows.
+    """One version's weights, as safetensors files in two directories of mode 700: one into which a client on this host
+    may write, and one that only the server knows.
 
     Args:
         root: under which both are made.
@@ -53,8 +54,9 @@ class Stage:
         free = shutil.disk_usage(root).free
         if free < self._limit:
             raise SyncError(
-                f"taking weights version={version}: {self._limit / 2**20:.0f} MiB are needed and {free / 2**20:.0f} MiB are free at "
-                f"{root}. Free some, or start the server with an --adapter-dir that has room for the whole model."
+                f"taking weights version={version}: {self._limit / 2**20:.0f} MiB are needed and {free / 2**20:.0f} "
+                f"MiB are free at {root}. Free some, or start the server with an --adapter-dir that has room for the "
+                "whole model."
             )
         self.incoming, self._taken = (
             root / f"qlora-rl-weights-{self.token}",
@@ -91,8 +93,8 @@ class Stage:
             size = os.fstat(handle).st_size
             if offset > size or self.received + offset + len(piece) > self._limit:
                 raise SyncError(
-                    f"taking weights: a piece of {len(piece)} bytes at offset={offset} of part={index} does not follow the {size} bytes "
-                    f"before it, or is more than the model's {self.nbytes} bytes. Push again."
+                    f"taking weights: a piece of {len(piece)} bytes at offset={offset} of part={index} does not follow "
+                    f"the {size} bytes before it, or is more than the model's {self.nbytes} bytes. Push again."
                 )
             rest, place = memoryview(piece), offset
             while rest:
@@ -104,7 +106,8 @@ class Stage:
             os.close(handle)
 
     def take(self, index: int, digest: str) -> bool:
-        """Check a part that is complete, and put it where the client cannot reach it; the same part may be announced again.
+        """Check a part that is complete, and put it where the client cannot reach it; the same part may be announced
+        again.
 
         Returns:
             It had not been taken before.
@@ -121,8 +124,8 @@ class Stage:
             came = sum(entry.lstat().st_size for entry in self.incoming.iterdir())
             if self.received + came > self._limit:
                 raise SyncError(
-                    f"taking weights: {self.received + came} bytes came, more than the {self.nbytes} of the model. Push to the right "
-                    "server."
+                    f"taking weights: {self.received + came} bytes came, more than the {self.nbytes} of the model. "
+                    "Push to the right server."
                 )
             os.rename(self.incoming / part_name(index), file)
             mark = _mark(file)
@@ -131,8 +134,8 @@ class Stage:
             raise SyncError(f"taking weights: part={index} is not there ({error.strerror}). Push again.") from error
         if found != digest:
             raise SyncError(
-                f"taking weights: part={index}, {size} bytes, has digest={found[:16]} != digest={digest[:16]} of what was sent. It was "
-                "cut off or damaged on the way. Push again."
+                f"taking weights: part={index}, {size} bytes, has digest={found[:16]} != digest={digest[:16]} of what "
+                "was sent. It was cut off or damaged on the way. Push again."
             )
         self.received += size
         names = _check(file, self.expected, self._names)
@@ -148,8 +151,9 @@ class Stage:
         missing = sorted(self.expected.keys() - self._names)
         if missing:
             raise SyncError(
-                f"taking weights version={self.version}: no value came for {len(missing)} of {len(self.expected)} weights of the "
-                f"engine, first {missing[0]}. The stream broke off, or the model is another one; push again.",
+                f"taking weights version={self.version}: no value came for {len(missing)} of {len(self.expected)} "
+                f"weights of the engine, first {missing[0]}. The stream broke off, or the model is another one; push "
+                "again.",
                 reasons=missing,
             )
 
@@ -252,8 +256,8 @@ def _check(file: Path, expected: Mapping[str, Leaf], seen: set[str]) -> set[str]
             kind = str(weight.dtype).removeprefix("torch.")
             if tuple(weight.shape) != leaf.shape or kind != leaf.kind:
                 raise SyncError(
-                    f"taking weights: {name} has shape={tuple(weight.shape)}, dtype={kind}; the engine's is {leaf.shape}, {leaf.kind}: "
-                    "another model? Push to its own server."
+                    f"taking weights: {name} has shape={tuple(weight.shape)}, dtype={kind}; the engine's is "
+                    f"{leaf.shape}, {leaf.kind}: another model? Push to its own server."
                 )
             if name in seen or name in names:
                 raise SyncError(f"taking weights: {name} came twice. Push again.")

@@ -1,8 +1,9 @@
-"""How full weights go from the trainer's device into that of an engine's worker without a file: through memory that both open, or by a
-broadcast in a group of two. Both ends; torch only.
+"""How full weights go from the trainer's device into that of an engine's worker without a file: through memory that
+both open, or by a broadcast in a group of two. Both ends; torch only.
 
-The two that need CUDA have not been run; each has one for the CPU next to it, with the same code around it: CUDA IPC and shared memory,
-NCCL and gloo. vLLM's own weight transfer takes the same ways, but loads while it receives, and takes pickled handles over HTTP.
+The two that need CUDA have not been run; each has one for the CPU next to it, with the same code around it: CUDA IPC
+and shared memory, NCCL and gloo. vLLM's own weight transfer takes the same ways, but loads while it receives, and takes
+pickled handles over HTTP.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ def unpack(buffer: torch.Tensor, places: Places) -> list[tuple[str, torch.Tensor
 
 
 def checksum(buffer: torch.Tensor) -> int:
-    """Of a buffer of `pack`, on its own device: its words of 8 bytes, each times an odd number of its place, added up modulo 2**64.
+    """Of a buffer of `pack`, on its own device: its words of 8 bytes, each times an odd number of its place, added up
+    modulo 2**64.
 
     Every change of one word changes it, whatever it is; so does nearly every other.
     """
@@ -159,7 +161,8 @@ def check_way(way: str) -> None:
         raise ConfigConflictError(f"sending weights: weights_by={way!r} is not one of {('http', *WAYS)}. Use 'http'.")
     if way in ON_CUDA and not torch.cuda.is_available():
         raise ConfigConflictError(
-            f"sending weights: weights_by={way!r} needs an NVIDIA GPU, and torch {torch.__version__} finds none. Use 'http'."
+            f"sending weights: weights_by={way!r} needs an NVIDIA GPU, and torch {torch.__version__} finds none. Use "
+            "'http'."
         )
 
 
@@ -242,8 +245,8 @@ class SharedMemoryEnd:
                 path = f"/proc/self/fd/{opened}"
                 return torch.from_file(path, shared=False, size=nbytes, dtype=torch.uint8).clone().to(self._device)
             raise SyncError(
-                f"taking weights: {str(ticket.get('file'))[:80]!r} is no part of {nbytes} bytes of this user on this machine. Both sides must be on "
-                "one, as one user; between two use weights_by='http'."
+                f"taking weights: {str(ticket.get('file'))[:80]!r} is no part of {nbytes} bytes of this user on this "
+                "machine. Both sides must be on one, as one user; between two use weights_by='http'."
             )
         finally:
             if opened is not None:
@@ -254,7 +257,8 @@ class SharedMemoryEnd:
 
 
 def _own_file(file: Path) -> int | None:
-    """Descriptor of a file of this user in a directory of this user, neither of them a link; `None` where it is none."""
+    """Descriptor of a file of this user in a directory of this user, neither of them a link; `None` where it is
+    none."""
     try:
         with contextlib.ExitStack() as opened:
             home = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -336,7 +340,8 @@ class CudaIpcEnd:
         ours, theirs = str(torch.cuda.get_device_properties(index).uuid), ticket.get("gpu")
         if ours != theirs:
             raise SyncError(
-                f"taking weights: the engine is on GPU {ours}, the trainer's weights are on {theirs}. Between two GPUs use weights_by='nccl'."
+                f"taking weights: the engine is on GPU {ours}, the trainer's weights are on {theirs}. Between two GPUs "
+                "use weights_by='nccl'."
             )
         theirs = rebuild_cuda_tensor(*from_ticket(ticket, index))
         found = theirs[:nbytes].clone()
@@ -381,8 +386,8 @@ class Group:
         except Exception as error:
             first = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
             raise SyncError(
-                f"sending weights: the engine does not come to {self.host} port {self.port} for weights_by={self.backend!r}: {first}. Let it reach "
-                "that address, or use weights_by='http'."
+                f"sending weights: the engine does not come to {self.host} port {self.port} for "
+                f"weights_by={self.backend!r}: {first}. Let it reach that address, or use weights_by='http'."
             ) from error
 
     def carry(self, buffer: torch.Tensor, ask: Ask) -> None:
@@ -435,7 +440,8 @@ def _group(backend: str, store: Any, rank: int, address: str) -> Any:
         backend: "gloo" or "nccl".
         store: where they meet.
         rank: 0 or 1.
-        address: of this machine, as the other end sees it: gloo would take what the host's name means, often the machine itself alone.
+        address: of this machine, as the other end sees it: gloo would take what the host's name means, often the
+            machine itself alone.
     """
     from torch import distributed
 

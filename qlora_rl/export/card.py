@@ -93,7 +93,8 @@ def _text(card: Card, run: Run, *, has_curves: bool) -> str:
         parts.append(_table(heads, steps))
     parts += [
         "## The base",
-        f"{base.spec.label}, compute dtype {base.spec.compute_dtype}; identity `{base.identity}`. {_again(card)}".rstrip(),
+        f"{base.spec.label}, compute dtype {base.spec.compute_dtype}; identity `{base.identity}`. "
+        f"{_again(card)}".rstrip(),
         "## Versions",
         _table(["", "trained with", "exported with"], _version_rows(trained.config.get("versions"))),
     ]
@@ -135,7 +136,8 @@ def _elsewhere(card: Card) -> list[str]:
         return []
     if not card.elsewhere:
         return [
-            "Measured by transformers' reader. llama.cpp itself was not installed, so what it computes was not measured."
+            "Measured by transformers' reader. llama.cpp itself was not installed, so what it computes was not "
+            "measured."
         ]
     rows = [
         (name, f"{found.kl_mean:.2e}", f"{found.kl_max:.2e}", f"{found.agreement:.2%}")
@@ -171,15 +173,18 @@ def _what(card: Card) -> str:
         )
         return f"The LoRA adapter alone, to be served on the {label} base that it was trained on. {form}"
     if card.kind == "gguf-adapter":
-        return f"The LoRA adapter alone, for llama.cpp's `--lora`, its scale folded into B. It was trained on the {label} base; on another one it is another function."
+        return (
+            "The LoRA adapter alone, for llama.cpp's `--lora`, its scale folded into B. It was trained on the "
+            f"{label} base; on another one it is another function."
+        )
     if card.kind == "merged-original":
         return (
-            f"The adapter, added to the weights from before the quantisation. It was trained on the {label} base, so this is another "
-            "function; how far away it is stands below."
+            f"The adapter, added to the weights from before the quantisation. It was trained on the {label} base, so "
+            "this is another function; how far away it is stands below."
         )
     return (
-        f"The {label} base, dequantised exactly, with the adapter added: the function that was trained, each weight rounded once to "
-        f"{card.dtype}."
+        f"The {label} base, dequantised exactly, with the adapter added: the function that was trained, each weight "
+        f"rounded once to {card.dtype}."
     )
 
 
@@ -192,8 +197,8 @@ def _again(card: Card) -> str:
     experts = " --quantize-experts" if spec.quantize_experts else ""
     experts += " --quantize-tower" if spec.quantize_tower else ""
     return (
-        f"To make it again: `qlora-rl prepare {source} base --quant {spec.quant_type} --blocksize {spec.blocksize} --compute-dtype "
-        f"{spec.compute_dtype}{double}{skip}{experts}`."
+        f"To make it again: `qlora-rl prepare {source} base --quant {spec.quant_type} --blocksize {spec.blocksize} "
+        f"--compute-dtype {spec.compute_dtype}{double}{skip}{experts}`."
     )
 
 
@@ -273,7 +278,8 @@ def draw_curves(run: Run) -> str:
         "@media(prefers-color-scheme:dark){.raw,.smooth{stroke:#62b6f0}}"
     )
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" role="img">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" '
+        'role="img">'
         f"<title>{escape(run.name)}: {' and '.join(title for title, _, _ in panels)} over training steps</title>"
         f"<style>{style}</style>{''.join(sampled)}</svg>\n"
     )
@@ -301,8 +307,8 @@ def _panel(title: str, steps: Sequence[float], values: Sequence[float | None], m
 
     marks = [up.ticks[0], up.ticks[-1]]
     grid = "".join(
-        f'<line class="grid" x1="{left}" x2="{right}" y1="{(y := lower - up.place(t) * (lower - upper)):.1f}" y2="{y:.1f}"/>'
-        f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{escape(plain(t))}</text>'
+        f'<line class="grid" x1="{left}" x2="{right}" y1="{(y := lower - up.place(t) * (lower - upper)):.1f}" '
+        f'y2="{y:.1f}"/><text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{escape(plain(t))}</text>'
         for t in marks
     )
     ends = "".join(

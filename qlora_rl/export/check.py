@@ -53,8 +53,8 @@ class Distance:
 
     def __str__(self) -> str:
         return (
-            f"KL to the trained policy {self.kl_mean:.1e} nats per token (worst token {self.kl_max:.1e}), the same likeliest token in "
-            f"{self.agreement:.1%} of {self.tokens} tokens"
+            f"KL to the trained policy {self.kl_mean:.1e} nats per token (worst token {self.kl_max:.1e}), the same "
+            f"likeliest token in {self.agreement:.1%} of {self.tokens} tokens"
         )
 
 

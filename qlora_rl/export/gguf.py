@@ -1,4 +1,5 @@
-"""`write_gguf`: a policy as one GGUF file, in the layout of llama.cpp, of architectures whose file can be loaded again and compared.
+"""`write_gguf`: a policy as one GGUF file, in the layout of llama.cpp, of architectures whose file can be loaded again
+and compared.
 
 Tensor names come from the `gguf` package. The rest (which heads are permuted, what a tokenizer is called) follows
 llama.cpp's `convert_hf_to_gguf.py`.
@@ -22,8 +23,14 @@ from qlora_rl.errors import ExportError, MissingDependencyError, NotYetSupported
 from qlora_rl.export.vocabulary import CONTROL, NORMAL, SPLITS, UNUSED, USER_DEFINED, check_vocabulary
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-_OUT = "Export it merged, and convert that: qlora-rl export RUN --to merged --out DIR; python convert_hf_to_gguf.py DIR (of llama.cpp)."
-_OUT_OF_ADAPTERS = "Serve it with vLLM, on the base it was trained on: qlora-rl export RUN --to adapter. Or convert the merged model: --to merged."
+_OUT = (
+    "Export it merged, and convert that: qlora-rl export RUN --to merged --out DIR; python convert_hf_to_gguf.py "
+    "DIR (of llama.cpp)."
+)
+_OUT_OF_ADAPTERS = (
+    "Serve it with vLLM, on the base it was trained on: qlora-rl export RUN --to adapter. Or convert "
+    "the merged model: --to merged."
+)
 _DOING = "writing GGUF"
 # llama.cpp's name of a way to split, by what tokenizer.json says of it.
 _NAMES = {pattern: name for name, pattern in SPLITS.items()}
@@ -183,7 +190,8 @@ def read_gguf_adapter(file: Path, base: PreparedBase) -> AdapterBundle:
 
 
 def write_modelfile(directory: Path, tokenizer: Any, *, model: str, adapter: str = "") -> None:
-    """Write a Modelfile for `ollama create`: the files, what ends an answer, and the chat template where it is one that is known here.
+    """Write a Modelfile for `ollama create`: the files, what ends an answer, and the chat template where it is one that
+    is known here.
 
     Args:
         directory: of the GGUF file.
@@ -197,14 +205,16 @@ def write_modelfile(directory: Path, tokenizer: Any, *, model: str, adapter: str
         lines.append(f'TEMPLATE """{template}"""')
     elif getattr(tokenizer, "chat_template", None):
         lines.append(
-            "# The chat template is in the GGUF file (tokenizer.chat_template); Ollama takes it where it knows it, otherwise write TEMPLATE."
+            "# The chat template is in the GGUF file (tokenizer.chat_template); Ollama takes it where it knows it, "
+            "otherwise write TEMPLATE."
         )
     lines += [f'PARAMETER stop "{stop}"' for stop in stops]
     (directory / "Modelfile").write_text("\n".join(lines) + "\n")
 
 
 def _ollama_template(tokenizer: Any) -> tuple[str, list[str]]:
-    """Ollama's form of a chat template that renders as ChatML, and the texts that end an answer; empty for any other."""
+    """Ollama's form of a chat template that renders as ChatML, and the texts that end an answer; empty for any
+    other."""
     if not getattr(tokenizer, "chat_template", None):
         return "", []
     talks = (
@@ -284,7 +294,8 @@ def _config_of(file: Path) -> Any:
 
 
 def _interleaved(weight_OI: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows in the order in which llama.cpp rotates them: neighbours, where transformers rotates the two halves of a head."""
+    """Rows in the order in which llama.cpp rotates them: neighbours, where transformers rotates the two halves of a
+    head."""
     size = weight_OI.shape[0] // heads
     return weight_OI.reshape(heads, 2, size // 2, -1).transpose(1, 2).reshape(weight_OI.shape)
 

@@ -1,4 +1,5 @@
-"""`export_run`: adapter, merged model or GGUF file, written to a temporary directory, loaded again, compared, and only then moved."""
+"""`export_run`: adapter, merged model or GGUF file, written to a temporary directory, loaded again, compared, and only
+then moved."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ class Export:
         distance: from the trained policy, of what was loaded again from `path`; `None` where that was not checked.
         prompts: where the prompts of that comparison are from.
         load: one line each that load it, by name of the library.
-        elsewhere: distances of what llama.cpp computes, by what it was loaded on; empty where it is not installed, and of other kinds.
+        elsewhere: distances of what llama.cpp computes, by what it was loaded on; empty where it is not installed, and
+            of other kinds.
     """
 
     path: Path
@@ -85,16 +87,20 @@ def export_run(
     push: str | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Export:
-    """Export what a run has trained; the result is loaded again, and its distance from the policy stands in its README.md.
+    """Export what a run has trained; the result is loaded again, and its distance from the policy stands in its
+    README.md.
 
     Args:
         run: directory of a run, or a checkpoint in it.
-        to: "adapter": for PEFT and vLLM, on the same base. "merged": one plain model on the exactly dequantised base, the function
-            that was trained. "merged-original": the adapter on the weights from before the quantisation, another function.
-            "gguf": the merged model as one file, for llama.cpp. "gguf-adapter": the adapter alone, for its `--lora`.
+        to: "adapter": for PEFT and vLLM, on the same base. "merged": one plain model on the exactly dequantised base,
+            the function that was trained. "merged-original": the adapter on the weights from before the quantisation,
+            another function. "gguf": the merged model as one file, for llama.cpp. "gguf-adapter": the adapter alone,
+            for its `--lora`.
         out: directory to write; there must be none. By default `export-<to>` in the run directory.
-        form: of an adapter: "canonical" (scale folded in, one rank: any engine serves it right) or "original" (as PEFT has saved it).
-        dtype: of merged weights; by default the base's compute dtype. Of GGUF also "q8_0", and through llama.cpp "q4_k_m".
+        form: of an adapter: "canonical" (scale folded in, one rank: any engine serves it right) or "original" (as PEFT
+            has saved it).
+        dtype: of merged weights; by default the base's compute dtype. Of GGUF also "q8_0", and through llama.cpp
+            "q4_k_m".
         original: model of "merged-original": directory or hub name; by default what the base says it was made from.
         base: directory of the base, if it was moved.
         data: .jsonl file with prompts to compare on; by default the run's own, or random tokens.
@@ -137,7 +143,8 @@ def export_run(
         raise ConfigConflictError(f"exporting to {target}: it already exists. Choose another --out, or remove it.")
     if trained.adapter is None and to in ("adapter", "merged-original", "gguf-adapter"):
         raise ConfigConflictError(
-            f"exporting {trained.path}: all weights of the base were trained, so there is no adapter. Export it as merged or gguf."
+            f"exporting {trained.path}: all weights of the base were trained, so there is no adapter. Export it as "
+            "merged or gguf."
         )
     dtype = dtype or trained.base.spec.compute_dtype
     tokenizer = _tokenizer(trained)
@@ -329,8 +336,9 @@ def _write_adapter(trained: TrainedRun, staging: Path, form: str) -> None:
             bundle = read_adapter(adapter, base)
         except AdapterRejectedError as error:
             raise AdapterRejectedError(
-                f"exporting {trained.path}: this adapter is more than LoRA and has no canonical form: {'; '.join(r.rstrip('.') for r in error.reasons)}. Export it as PEFT "
-                "has saved it, for PEFT and not for vLLM (--form original), or as one plain model (--to merged).",
+                f"exporting {trained.path}: this adapter is more than LoRA and has no canonical form: "
+                f"{'; '.join(r.rstrip('.') for r in error.reasons)}. Export it as PEFT has saved it, for PEFT and not "
+                "for vLLM (--form original), or as one plain model (--to merged).",
                 reasons=error.reasons,
             ) from error
         write_adapter(bundle, staging)
@@ -350,8 +358,8 @@ def _write_gguf_adapter(trained: TrainedRun, tokenizer: Any, staging: Path, dtyp
         bundle = read_adapter(trained.adapter, trained.base)
     except AdapterRejectedError as error:
         raise AdapterRejectedError(
-            f"exporting {trained.path}: this adapter is more than LoRA, which llama.cpp does not know: {'; '.join(r.rstrip('.') for r in error.reasons)}. Export "
-            "the merged model: --to gguf.",
+            f"exporting {trained.path}: this adapter is more than LoRA, which llama.cpp does not know: "
+            f"{'; '.join(r.rstrip('.') for r in error.reasons)}. Export the merged model: --to gguf.",
             reasons=error.reasons,
         ) from error
     file = f"{trained.name}-lora.gguf"
@@ -369,12 +377,14 @@ def _push(directory: Path, name: str) -> None:
         api.upload_folder(repo_id=name, folder_path=directory, commit_message="Export by qlora_rl")
     except Exception as error:
         raise ExportError(
-            f"pushing to {name}: {error}. The export is complete in {directory}; push it again: hf upload {name} {directory}"
+            f"pushing to {name}: {error}. The export is complete in {directory}; push it again: hf upload {name} "
+            f"{directory}"
         ) from error
 
 
 def _exact_witness(trained: TrainedRun, ids: list[list[int]], room: Path) -> Witness:
-    """The policy computed in float32: PEFT's own layers on the base whose products of code and scale are not rounded."""
+    """The policy computed in float32: PEFT's own layers on the base whose products of code and scale are not
+    rounded."""
     if trained.adapter is None:
         return Witness(load_plain(trained.model, "float32"), ids)
     with tempfile.TemporaryDirectory(prefix=".exact-", dir=room) as directory:
@@ -446,7 +456,8 @@ def _lines(trained: TrainedRun, written: Path, to: str, *, name: str, base: str)
 
 
 def _model_name(name: str) -> str:
-    """As Ollama takes it: letters in lower case, digits, `.`, `_` and `-`, of which the first is none of the last three."""
+    """As Ollama takes it: letters in lower case, digits, `.`, `_` and `-`, of which the first is none of the last
+    three."""
     return re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("._-") or "policy"
 
 

@@ -90,8 +90,8 @@ def quantise(source: Path, target: Path, kind: str) -> None:
         return
     if not is_installed():
         raise MissingDependencyError(
-            f"{_DOING}: dtype={kind!r} is llama.cpp's own quantisation, and neither llama-quantize is on PATH nor llama-cpp-python installed. Install "
-            f"one ({INSTALL}), or export q8_0."
+            f"{_DOING}: dtype={kind!r} is llama.cpp's own quantisation, and neither llama-quantize is on PATH nor "
+            f"llama-cpp-python installed. Install one ({INSTALL}), or export q8_0."
         )
     import llama_cpp
 

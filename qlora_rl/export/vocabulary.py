@@ -1,7 +1,9 @@
-"""`check_vocabulary`: a tokenizer rebuilt from a GGUF file's own fields, as llama.cpp builds its own, against the tokenizer of the base.
+"""`check_vocabulary`: a tokenizer rebuilt from a GGUF file's own fields, as llama.cpp builds its own, against the
+tokenizer of the base.
 
-What llama.cpp makes of the fields is read off its `llama-vocab.cpp`: the way to split belongs to the name in `tokenizer.ggml.pre`, and with
-it whether a word that is a token is taken without its merges. It knows no normalisation: texts are compared in NFC.
+What llama.cpp makes of the fields is read off its `llama-vocab.cpp`: the way to split belongs to the name in
+`tokenizer.ggml.pre`, and with it whether a word that is a token is taken without its merges. It knows no normalisation:
+texts are compared in NFC.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ _PROBES = (
 
 
 def check_vocabulary(file: Path, tokenizer: Any, texts: Sequence[str] = ()) -> int:
-    """Tokens, merges, splitting, added tokens and BOS of the file give every text the ids that the base's tokenizer gives it.
+    """Tokens, merges, splitting, added tokens and BOS of the file give every text the ids that the base's tokenizer
+    gives it.
 
     Args:
         file: GGUF.
@@ -66,15 +69,16 @@ def check_vocabulary(file: Path, tokenizer: Any, texts: Sequence[str] = ()) -> i
         rebuilt = _rebuild(held)
     except Exception as error:
         raise ExportError(
-            f"checking the GGUF file's vocabulary: no tokenizer can be made of its fields ({type(error).__name__}: {error})."
+            f"checking the GGUF file's vocabulary: no tokenizer can be made of its fields ({type(error).__name__}: "
+            f"{error})."
         ) from error
     before = tokenizer.backend_tokenizer.pre_tokenizer
     for text in map(_nfc, _PROBES):
         ours, theirs = (each.pre_tokenize_str(text) for each in (rebuilt.pre_tokenizer, before))
         if [piece for piece, _ in ours] != [piece for piece, _ in theirs]:
             raise ExportError(
-                f"checking the GGUF file's vocabulary: llama.cpp's way {held['tokenizer.ggml.pre']!r} splits {text!r} otherwise than the base's "
-                "tokenizer."
+                f"checking the GGUF file's vocabulary: llama.cpp's way {held['tokenizer.ggml.pre']!r} splits {text!r} "
+                "otherwise than the base's tokenizer."
             )
     tokens, types = held["tokenizer.ggml.tokens"], held["tokenizer.ggml.token_type"]
     added = [token for token, kind in zip(tokens, types, strict=True) if kind in (CONTROL, USER_DEFINED)]
@@ -86,8 +90,8 @@ def check_vocabulary(file: Path, tokenizer: Any, texts: Sequence[str] = ()) -> i
     for text, ours, theirs in zip(asked, found, tokenizer(asked, verbose=False).input_ids, strict=True):
         if ours != list(theirs):
             raise ExportError(
-                f"checking the GGUF file's vocabulary: a tokenizer made of its fields, as llama.cpp makes one, gives {text!r} the ids "
-                f"{ours[:16]}, and the base's tokenizer {list(theirs)[:16]}."
+                "checking the GGUF file's vocabulary: a tokenizer made of its fields, as llama.cpp makes one, gives "
+                f"{text!r} the ids {ours[:16]}, and the base's tokenizer {list(theirs)[:16]}."
             )
     return len(asked)
 

@@ -1,4 +1,5 @@
-"""`Conversation`: answers of the policy; also of the base for comparison, since the adapter can be disabled for an answer."""
+"""`Conversation`: answers of the policy; also of the base for comparison, since the adapter can be disabled for an
+answer."""
 
 from __future__ import annotations
 
@@ -29,12 +30,13 @@ class Conversation:
         temperature: 0 is greedy.
         top_p: share of the probability that is sampled from.
         seed: of the sampling.
-        uses_template: `False`: texts are continued as they are; `None`: where there is a chat template, but for a run whose
-            `prompt_template` makes prompts without it.
+        uses_template: `False`: texts are continued as they are; `None`: where there is a chat template, but for a run
+            whose `prompt_template` makes prompts without it.
 
     Attributes:
         max_tokens: of an answer.
-        cut_off_after: tokens of the newest answer, where it reached `max_tokens` or the model's last position without an end; otherwise `None`.
+        cut_off_after: tokens of the newest answer, where it reached `max_tokens` or the model's last position without
+            an end; otherwise `None`.
 
     Raises:
         ConfigConflictError: a number is out of its range.
@@ -89,7 +91,8 @@ class Conversation:
             images: PIL images that go before it; they stay part of the talk.
 
         Raises:
-            ConfigConflictError: the model has no position left, takes no images or no messages, or there is nothing to go on from.
+            ConfigConflictError: the model has no position left, takes no images or no messages, or there is nothing to
+                go on from.
         """
         self.cut_off_after = None
         text = turn(text, self._data)
@@ -129,7 +132,8 @@ class Conversation:
         if not 0 < len(ids) < positions:
             told = "Start over (/new), or say less" if ids else "Say something"
             raise ConfigConflictError(
-                f"answering: the prompt has {len(ids)} tokens, and the model reads 1 to {positions - 1} before an answer. {told}."
+                f"answering: the prompt has {len(ids)} tokens, and the model reads 1 to {positions - 1} before an "
+                f"answer. {told}."
             )
         return sample(
             self._model,

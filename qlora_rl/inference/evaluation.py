@@ -103,8 +103,8 @@ class Evaluation:
         )
         if any(self.cut_off):
             lines.append(
-                f"Completions that were cut off after {self.sampling.max_tokens} tokens, or at the model's last position, were scored "
-                "without their end. --max-tokens sets the limit."
+                f"Completions that were cut off after {self.sampling.max_tokens} tokens, or at the model's last "
+                "position, were scored without their end. --max-tokens sets the limit."
             )
         return "\n".join(lines)
 
@@ -124,8 +124,9 @@ def evaluate(
 
     Args:
         trained: the run.
-        rows: of a dataset: "prompt" (text or messages), "image" or "images" (PIL images, of a vision-language model), and the columns that the rewards
-            read; or columns out of which [data] of the run's file makes these (`as_trained`).
+        rows: of a dataset: "prompt" (text or messages), "image" or "images" (PIL images, of a vision-language model),
+            and the columns that the rewards read; or columns out of which [data] of the run's file makes these
+            (`as_trained`).
         rewards: reward functions with TRL's signature.
         samples: G.
         sampling: by default greedy, and as many tokens as in the training of the run, 256 where it sampled nothing.
@@ -133,7 +134,8 @@ def evaluate(
         are_as_trained: the rows are what [data] makes of its own (`config.data.load_eval`), and stay as they are.
 
     Raises:
-        ConfigConflictError: there is nothing to ask, a number is out of its range, or G > 1 greedy completions are asked for, which would be equal.
+        ConfigConflictError: there is nothing to ask, a number is out of its range, or G > 1 greedy completions are
+            asked for, which would be equal.
         RewardFunctionError: a reward function raised, or returned nonsense.
     """
     from qlora_rl.train.metrics.rewards import guard
@@ -278,7 +280,8 @@ def read_rows(file: str | os.PathLike[str], limit: int | None = None) -> list[di
 def both_sides(
     trained: TrainedRun, rows: Sequence[Mapping[str, Any]], sampling: SamplingSpec, options: Mapping[str, Any]
 ) -> Iterator[tuple[Any, list[Prompt], list[Callable[[], Any]]]]:
-    """One engine for base and policy: its tokenizer, the prompts as ids, and what makes it serve the one, then the other."""
+    """One engine for base and policy: its tokenizer, the prompts as ids, and what makes it serve the one, then the
+    other."""
     from transformers import AutoConfig
 
     from qlora_rl.adapter.export import read_adapter

@@ -20,7 +20,8 @@ def encode(tokenizer: Any, prompt: str | Messages, **template_kwargs: Any) -> Pr
         template_kwargs: further arguments of the chat template, such as `enable_thinking`.
 
     Raises:
-        ConfigConflictError: messages, and the tokenizer has no chat template, or one that does not take them; or images, and the model takes none.
+        ConfigConflictError: messages, and the tokenizer has no chat template, or one that does not take them; or
+            images, and the model takes none.
     """
     made = model_inputs(tokenizer, prompt, **template_kwargs)
     ids = made["input_ids"][0].tolist()
@@ -29,7 +30,8 @@ def encode(tokenizer: Any, prompt: str | Messages, **template_kwargs: Any) -> Pr
 
 
 def model_inputs(tokenizer: Any, prompt: str | Messages, **template_kwargs: Any) -> dict[str, Any]:
-    """What the model is given for a prompt: `input_ids` [1, T] and, where there are images, what the processor makes of them; arguments as above."""
+    """What the model is given for a prompt: `input_ids` [1, T] and, where there are images, what the processor makes of
+    them; arguments as above."""
     if isinstance(prompt, str):
         is_processor = hasattr(tokenizer, "image_processor")
         return {
@@ -55,14 +57,15 @@ def model_inputs(tokenizer: Any, prompt: str | Messages, **template_kwargs: Any)
     except Exception as error:  # jinja's, or whatever else a template comes to
         roles = ", ".join(str(message.get("role")) for message in prompt)
         raise ConfigConflictError(
-            f"reading a prompt: the chat template does not take messages with the roles {roles}: {type(error).__name__}: {error}. Leave out "
-            "what it does not take, such as a system message."
+            f"reading a prompt: the chat template does not take messages with the roles {roles}: "
+            f"{type(error).__name__}: {error}. Leave out what it does not take, such as a system message."
         ) from error
     return {name: value for name, value in made.items() if name != "attention_mask"}
 
 
 def with_images(prompt: Messages, images: Sequence[Any]) -> list[dict[str, Any]]:
-    """Messages with images as parts: at the places that are kept for them, or before the text of the first user message, as TRL does it.
+    """Messages with images as parts: at the places that are kept for them, or before the text of the first user
+    message, as TRL does it.
 
     Raises:
         ConfigConflictError: there are more or fewer places than images.

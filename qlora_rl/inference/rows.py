@@ -16,16 +16,16 @@ from qlora_rl.image_io import read_image
 def as_trained(rows: Sequence[Mapping[str, Any]], data: Data | None) -> list[dict[str, Any]]:
     """Rows of an evaluation with the prompts and references that [data] of the run makes of its own rows.
 
-    The template is applied where a row has all that it names, as in training, also where it has a prompt. A step that a row has behind it
-    is left out: messages; a new name that is taken; a pattern of `extract` that is found in no row.
+    The template is applied where a row has all that it names, as in training, also where it has a prompt. A step that a
+    row has behind it is left out: messages; a new name that is taken; a pattern of `extract` that is found in no row.
 
     Args:
         rows: as they were read.
         data: of the run; `None` changes nothing.
 
     Raises:
-        ConfigConflictError: a pattern of `extract` is found in some rows only; a row without a prompt of its own has for the template
-            neither text nor numbers.
+        ConfigConflictError: a pattern of `extract` is found in some rows only; a row without a prompt of its own has
+            for the template neither text nor numbers.
     """
     found = [dict(row) for row in rows]
     if data is None:

@@ -89,7 +89,8 @@ def choose(logits_V: torch.Tensor, temperature: float, top_p: float, generator: 
 def precision(model: Any, autocast: str | None, *, tokens: int = 2) -> Iterator[None]:
     """Autocast to the dtype of this name, on the model's device; `None`: the model as it is.
 
-    16-bit products are those of a trainer on this processor, but for a single token: torch multiplies vectors fast everywhere.
+    16-bit products are those of a trainer on this processor, but for a single token: torch multiplies vectors fast
+    everywhere.
     """
     device = next(model.parameters()).device.type
     dtype = model.dtype if autocast is None else getattr(torch, autocast)

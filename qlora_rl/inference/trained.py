@@ -141,11 +141,14 @@ def _settled(model: Any) -> Any:
 
 def _no_run(given: Path, path: Path) -> str:
     if not given.exists():
-        return f"there is no such directory (seen from {Path.cwd()}). Pass a run directory: `train` and `demo` name it in their last lines; in Python it is output_dir."
+        return (
+            f"there is no such directory (seen from {Path.cwd()}). Pass a run directory: `train` and `demo` name "
+            "it in their last lines; in Python it is output_dir."
+        )
     if given != path:
         return (
-            f"it is an adapter, and its parent directory is no run (no {CONFIG}). Pass the run that it comes from, or an adapter "
-            "that is still in its run."
+            f"it is an adapter, and its parent directory is no run (no {CONFIG}). Pass the run that it comes from, or "
+            "an adapter that is still in its run."
         )
     return f"there is no {CONFIG}. Pass the output_dir of a run that this package has trained."
 
@@ -187,14 +190,15 @@ def open_trained(run: str | os.PathLike[str], *, base: str | os.PathLike[str] | 
         ) from error
     if not identity:
         raise BaseMismatchError(
-            f"opening the run {path}: an earlier version has trained it, and recorded what its base was made from, not its identity; so no base can "
-            f"be recognised as its own. If you know its base: copy {adapter.name}/ without {ORIGIN} and load it on that base."
+            f"opening the run {path}: an earlier version has trained it, and recorded what its base was made from, not "
+            f"its identity; so no base can be recognised as its own. If you know its base: copy {adapter.name}/ "
+            f"without {ORIGIN} and load it on that base."
         )
     model = path / MODEL if (path / MODEL / CONFIG).is_file() else None
     if model is None and not (adapter / _ADAPTER_CONFIG).is_file():
         raise RunDirectoryError(
-            f"opening the run {path}: it holds no {ADAPTER}/, which is written when training ends or is interrupted. Wait for it, or pass "
-            "a checkpoint: RUN/checkpoint-N."
+            f"opening the run {path}: it holds no {ADAPTER}/, which is written when training ends or is interrupted. "
+            "Wait for it, or pass a checkpoint: RUN/checkpoint-N."
         )
     try:
         begin("checking the base")
@@ -203,14 +207,14 @@ def open_trained(run: str | os.PathLike[str], *, base: str | os.PathLike[str] | 
         if base is not None or (place / MANIFEST).is_file():
             raise
         raise BaseIncompleteError(
-            f"opening the run {path}: its base was at {place}, where none is now. Say where it is (--base), or prepare it again: "
-            f"qlora-rl prepare MODEL {place}; its identity must be {identity[:16]}."
+            f"opening the run {path}: its base was at {place}, where none is now. Say where it is (--base), or prepare "
+            f"it again: qlora-rl prepare MODEL {place}; its identity must be {identity[:16]}."
         ) from error
     if opened.identity != identity:
         raise BaseMismatchError(
-            f"opening the run {path}: it was trained on the base with identity {identity[:16]}, and {opened} has {opened.identity[:16]}: "
-            "other weights, tokenizer or config. Pass the directory that it was trained on, or a copy of it; preparing it again gives the "
-            "same one from the same model, settings and versions."
+            f"opening the run {path}: it was trained on the base with identity {identity[:16]}, and {opened} has "
+            f"{opened.identity[:16]}: other weights, tokenizer or config. Pass the directory that it was trained on, "
+            "or a copy of it; preparing it again gives the same one from the same model, settings and versions."
         )
     return TrainedRun(path, config, opened, None if model else adapter, model)
 

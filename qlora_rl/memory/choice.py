@@ -16,7 +16,8 @@ class Way:
         field: of `MemoryRequest`, which `None` leaves to the plan.
         config: field of TRL's config that turns it on, and the value.
         words: what it does.
-        cost: how much longer a step takes, as a part of it, with sequences so long that it is needed. Decides which way is tried first.
+        cost: how much longer a step takes, as a part of it, with sequences so long that it is needed. Decides which way
+            is tried first.
         source: of the cost.
     """
 
@@ -38,15 +39,16 @@ SLEEPS = Way(
     ("vllm_enable_sleep_mode", True),
     "the KV cache is freed between rollouts",
     0.01,
-    "vLLM's blog of 2025-10-26: waking takes 0.1 to 0.8 s with the weights of a small model, which stay where they are here; about a "
-    "hundredth of a step of a minute",
+    "vLLM's blog of 2025-10-26: waking takes 0.1 to 0.8 s with the weights of a small model, which stay where they are "
+    "here; about a hundredth of a step of a minute",
 )
 OFFLOAD = Way(
     "offload",
     ("gradient_checkpointing_kwargs", {"offload": True}),
     "layer inputs wait in host memory",
     0.02,
-    "huggingface/accelerate#4175, whose copies are not hidden: 0.6 % of a step at a million tokens, a third of a step of one second",
+    "huggingface/accelerate#4175, whose copies are not hidden: 0.6 % of a step at a million tokens, a third of a step "
+    "of one second",
 )
 WAYS = (SLEEPS, OFFLOAD)
 

@@ -1,7 +1,7 @@
 """The lines of a memory estimate: what each thing takes, in bytes, and the formula in words.
 
-Exact: base, adapter, gradients, optimizer state, KV cache. Estimates: activations, working memory, what CUDA and vLLM keep
-for themselves. docs/memory.md says how each was checked.
+Exact: base, adapter, gradients, optimizer state, KV cache. Estimates: activations, working memory, what CUDA and vLLM
+keep for themselves. docs/memory.md says how each was checked.
 
 Letters: B sequences of a micro-batch, T tokens of a sequence, V vocabulary, H hidden size, F width of the feed-forward
 part, Q query heads x head size, K key heads x head size, R rank, L layers, I and O in- and out-features of a linear.
@@ -34,7 +34,8 @@ SMALL_TILE = 128
 ON_DEVICE = 2
 # Tokens that MLPs and norms work on at a time under gradient checkpointing (train/setup/tiled_mlp.py).
 TILE = {"cpu": 1024, "cuda": 4096}
-# Matrices of softcapped scores that their backward pass holds at once (base/attention/softcap.py), read off a tensor tracker.
+# Matrices of softcapped scores that their backward pass holds at once (base/attention/softcap.py), read off a tensor
+# tracker.
 SCORE_COPIES = 6
 # The linears of the MLPs that do, those of Llama, Qwen, Mistral, Gemma and others.
 MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
@@ -101,8 +102,9 @@ class Line:
         name: what it is.
         nbytes: how much, in bytes.
         why: the formula in words, with its numbers.
-        when: "always"; "tower" (before the layers of a step); "step" (from forward to optimizer step); "layer" or "head" (one after the other
-            within a step, so that only the larger counts); "rollout" (while completions are sampled); "host" (in host memory, within a step).
+        when: "always"; "tower" (before the layers of a step); "step" (from forward to optimizer step); "layer" or
+            "head" (one after the other within a step, so that only the larger counts); "rollout" (while completions are
+            sampled); "host" (in host memory, within a step).
         is_exact: counted from shapes; otherwise an estimate.
     """
 
@@ -204,7 +206,10 @@ def base_lines(
             routers = shape.mixtures - sum(map(prod, shape.experts.values()))
             why = f"{counted(routers)} parameters of routers in {spec.compute_dtype}: the engine's are not lent"
             return [once, Line("base, trainer's routers", width(spec) * routers, why)]
-        why = f"{counted(shape.mixtures)} parameters of experts and routers in {spec.compute_dtype}: the engine's are not lent"
+        why = (
+            f"{counted(shape.mixtures)} parameters of experts and routers in {spec.compute_dtype}: the engine's are "
+            "not lent"
+        )
         return [once, Line("base, trainer's experts", width(spec) * shape.mixtures, why)]
     scales = "scales quantised" if spec.double_quant else "scales in float32"
     trainer = Line("base, trainer", trainer_base(shape, spec), f"{held}; {scales}" if spec.is_4bit else held)
@@ -230,7 +235,8 @@ def parted_base(
         spec: dtype of the embedding and the output head.
         trainer: processes that its base is sharded over; it is gathered layer by layer, and its head for the logits.
         engine: ranks of the engine.
-        keeps_root: embedding and head are whole during all of a step (FSDP1), not the head alone while there are logits (FSDP2, ZeRO-3).
+        keeps_root: embedding and head are whole during all of a step (FSDP1), not the head alone while there are logits
+            (FSDP2, ZeRO-3).
     """
     found = []
     for line in lines:
@@ -340,8 +346,9 @@ def optimizer_line(adapter: Mapping[str, tuple[int, ...]], dtype_width: int, opt
 def tower_activations(tower: Tower, spec: QuantSpec) -> int:
     """Bytes per patch that a pass without gradients holds at its peak.
 
-    That is where q and k are rotated: q, k and v, the residual and its norm in the compute dtype, to which the pixels were cast; q and k in
-    float32 three times each; sines and cosines. Where nothing is rotated it is in the MLP: its inner width twice.
+    That is where q and k are rotated: q, k and v, the residual and its norm in the compute dtype, to which the pixels
+    were cast; q and k in float32 three times each; sines and cosines. Where nothing is rotated it is in the MLP: its
+    inner width twice.
     """
     wide = width(spec)
     if not tower.head:
@@ -351,7 +358,8 @@ def tower_activations(tower: Tower, spec: QuantSpec) -> int:
 
 
 def tower_lines(shape: ModelShape, spec: QuantSpec, *, batch: int, sequences: int, image_tokens: int) -> list[Line]:
-    """Pixels of a rollout, which TRL keeps as float32 for each completion, and the pass of a micro-batch through the vision tower."""
+    """Pixels of a rollout, which TRL keeps as float32 for each completion, and the pass of a micro-batch through the
+    vision tower."""
     tower = shape.tower
     if tower is None:
         return []

@@ -163,7 +163,8 @@ class MemoryEstimate:
 
     @property
     def fits(self) -> bool:
-        """All of it is within the budget, with room for one sequence of full length in the KV cache; and layer inputs within the host's memory."""
+        """All of it is within the budget, with room for one sequence of full length in the KV cache; and layer inputs
+        within the host's memory."""
         within = self.budget_bytes is None or self.peak_bytes <= self.budget_bytes
         return within and self.cache_bytes >= self._least_cache and self.fits_host
 
@@ -176,8 +177,9 @@ class MemoryEstimate:
         """What to do where layer inputs have no room in host memory."""
         asked = f"{self.request.rows} x {self.request.max_length} tokens"
         return (
-            f"layer inputs of {asked} need {self.host_bytes / GIB:.2f} GiB of host memory > {self.request.host_memory_gib or 0:.2f} GiB, which are "
-            "free. Leave out offload=True (gradient_checkpointing_kwargs), lower max_length or the micro-batch, or free memory."
+            f"layer inputs of {asked} need {self.host_bytes / GIB:.2f} GiB of host memory > "
+            f"{self.request.host_memory_gib or 0:.2f} GiB, which are free. Leave out offload=True "
+            "(gradient_checkpointing_kwargs), lower max_length or the micro-batch, or free memory."
         )
 
     def changed(self, **request: Any) -> MemoryEstimate:
@@ -205,8 +207,8 @@ class MemoryEstimate:
         if self.cache_bytes < self._least_cache:
             length = max(self.request.max_length, self.request.engine_length or 0)
             raise MemoryBudgetError(
-                f"planning the memory: kv_cache_gib={self.cache_gib:.3g} < {self._least_cache / GIB:.3g} GiB, which one sequence "
-                f"of {length} tokens needs. Raise it, or lower the length."
+                f"planning the memory: kv_cache_gib={self.cache_gib:.3g} < {self._least_cache / GIB:.3g} GiB, which "
+                f"one sequence of {length} tokens needs. Raise it, or lower the length."
             )
         if not self.fits_host:
             raise MemoryBudgetError(f"planning the memory: {self.too_much_for_host()}")
@@ -237,7 +239,10 @@ class MemoryEstimate:
         said = describe(self.chosen, fits=self.fits, without=without)
         moved = self.unaided_bytes > self.budget_bytes and OFFLOAD in left and OFFLOAD not in self.chosen
         if moved and not (other := _with(self, offload=True)).fits_host:
-            said += f"; layer inputs stay on the GPU: {other.host_bytes / GIB:.2f} GiB > {other.request.host_memory_gib:.2f} GiB of host memory"
+            said += (
+                f"; layer inputs stay on the GPU: {other.host_bytes / GIB:.2f} GiB > "
+                f"{other.request.host_memory_gib:.2f} GiB of host memory"
+            )
         return said
 
     # --- for people -------------------------------------------------------------------------------------------------
@@ -278,7 +283,8 @@ class MemoryEstimate:
         head = (
             f"{verdict}{self.shape.name}, {counted(self.shape.parameters)} parameters as {r.spec.label}, "
             f"{'' if r.method == 'grpo' else f'{r.method}, '}{r.rows} x {r.max_length} tokens, {r.optimizer}, "
-            f"gradient checkpointing {'on' if r.gradient_checkpointing else 'off'}{', layer inputs in host memory' if r.offload else ''}, "
+            "gradient checkpointing "
+            f"{'on' if r.gradient_checkpointing else 'off'}{', layer inputs in host memory' if r.offload else ''}, "
             f"{'one base' if r.shared or not r.has_engine else 'two bases'}"
         )
         return "\n".join(filter(None, [head, self.table(), self.choice]))
@@ -327,13 +333,14 @@ def plan_memory(
         config: transformers config of the model; no weight is loaded.
         lora: PEFT's config of the adapter; otherwise `rank` and `target_modules` say what it is.
         rank: R.
-        target_modules: as PEFT takes them; in a mixture "all-linear" is the attention, and the experts where these are 4-bit.
+        target_modules: as PEFT takes them; in a mixture "all-linear" is the attention, and the experts where these are
+            4-bit.
         adapter: shapes of the trained tensors, where they are known already; wins over the three before it.
         request: the fields of `MemoryRequest`.
 
     Raises:
-        ConfigConflictError: a config that is no causal language model, an adapter that finds nothing, a number that makes
-            no sense.
+        ConfigConflictError: a config that is no causal language model, an adapter that finds nothing, a number that
+            makes no sense.
     """
     if request.get("method") in OFFLINE:
         request.setdefault("has_engine", False)
@@ -345,7 +352,8 @@ def plan_memory(
 
 
 def largest_length(estimate: MemoryEstimate) -> int:
-    """The largest `max_length` with which it still fits: a multiple of 64, 0 where none does, or what the model allows."""
+    """The largest `max_length` with which it still fits: a multiple of 64, 0 where none does, or what the model
+    allows."""
 
     def fits(blocks: int) -> bool:
         return estimate.changed(max_length=64 * blocks).fits

@@ -14,9 +14,10 @@ FILE = "models.toml"
 # Why a model cannot be trained here, by what it has.
 UNSUPPORTED: Mapping[str, str] = MappingProxyType(
     {
-        "experts": "is a mixture of experts of a type that is not supported. Use Qwen3-MoE, Mixtral or OLMoE (docs/mixtures.md), or a dense model",
-        "images": "reads images or sound, and is of a type that is not supported. Use Qwen2-VL, Qwen2.5-VL, Qwen3-VL or Gemma 3 (docs/images.md), or a model for "
-        "text alone",
+        "experts": "is a mixture of experts of a type that is not supported. Use Qwen3-MoE, Mixtral or OLMoE "
+        "(docs/mixtures.md), or a dense model",
+        "images": "reads images or sound, and is of a type that is not supported. Use Qwen2-VL, Qwen2.5-VL, Qwen3-VL "
+        "or Gemma 3 (docs/images.md), or a model for text alone",
     }
 )
 
@@ -27,7 +28,8 @@ class Published:
 
     Attributes:
         name: on the hub.
-        config: fields of its transformers config that say how large it is; enough for a memory estimate, not to run the model.
+        config: fields of its transformers config that say how large it is; enough for a memory estimate, not to run the
+            model.
         parameters: as published, tied ones once.
         is_chat: it was trained under a chat template.
         switch: argument of that template that turns thinking off; empty where there is none.

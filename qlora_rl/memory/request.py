@@ -19,15 +19,18 @@ class MemoryRequest:
 
     Attributes:
         spec: how the base is held.
-        method: "grpo", "rloo", "sft" or "dpo". The last two make no engine, and DPO has two sequences for every one of `batch_size`.
+        method: "grpo", "rloo", "sft" or "dpo". The last two make no engine, and DPO has two sequences for every one of
+            `batch_size`.
         max_length: prompt plus completion, in tokens.
         engine_length: the longest sequence that the engine admits, where that is more: its KV cache must hold one.
-        image_tokens: of a sequence, those that stand for images, where the model takes them; `None` for an image of about 900 x 900 pixels.
+        image_tokens: of a sequence, those that stand for images, where the model takes them; `None` for an image of
+            about 900 x 900 pixels.
         batch_size: sequences of one forward and backward pass (`per_device_train_batch_size`).
         sequences: completions that are sampled at once.
         optimizer: transformers' name of it (`GRPOConfig.optim`).
         gradient_checkpointing: keep layer inputs only.
-        offload: keep them in host memory (`gradient_checkpointing_kwargs={"offload": True}`); on the CPU, where it has no effect, the estimate is for a device of the same kind.
+        offload: keep them in host memory (`gradient_checkpointing_kwargs={"offload": True}`); on the CPU, where it has
+            no effect, the estimate is for a device of the same kind.
         tiles: norms, and MLPs where the model has such, work on some tokens at a time under gradient checkpointing.
         adapter_dtype: torch name of the dtype of the trained weights.
         shared: trainer and engine hold one base; otherwise two.
@@ -37,12 +40,12 @@ class MemoryRequest:
         sleeps: the KV cache is given back while the trainer works.
         can_sleep: it may be; not where the engine never rests, nor, before vLLM 0.31, where it lends its base.
         chunked_logits: the output head works in tiles (TRL's way); otherwise all logits are held.
-        padded: micro-batches keep their padding (`remove_padding=False`), so that attention gets masks; as they do for a model that
-            needs it (`ModelShape.needs_masks`).
+        padded: micro-batches keep their padding (`remove_padding=False`), so that attention gets masks; as they do for
+            a model that needs it (`ModelShape.needs_masks`).
         cache_dtype: of the KV cache.
         kv_cache_gib: size of the KV cache; by default what is left, up to what `sequences` of full length need.
-        gpu_memory_gib: all that may be held; with device="cuda" the size of a card, such as 24, is what these cards have, less a
-            reserve (`memory/cards.py`); `None` for no limit.
+        gpu_memory_gib: all that may be held; with device="cuda" the size of a card, such as 24, is what these cards
+            have, less a reserve (`memory/cards.py`); `None` for no limit.
         host_memory_gib: that layer inputs may take in host memory; `None` for no limit.
         device: "cuda" or "cpu".
         has_engine: the run makes an engine; otherwise its lines are left out.
@@ -90,7 +93,8 @@ class MemoryRequest:
             raise ConfigConflictError(f"planning the memory: {'; '.join(wrong)}.", reasons=wrong)
         if self.method not in METHODS:
             raise ConfigConflictError(
-                f"planning the memory: method={self.method!r} is none of {', '.join(METHODS)}. Plan online DPO as 'grpo' with twice the batch."
+                f"planning the memory: method={self.method!r} is none of {', '.join(METHODS)}. Plan online DPO as "
+                "'grpo' with twice the batch."
             )
         if self.has_engine and self.method in OFFLINE:
             raise ConfigConflictError(
@@ -104,8 +108,8 @@ class MemoryRequest:
             )
         if self.shared and self.has_engine and max(self.trainer_parts, self.engine_parts) > 1:
             raise ConfigConflictError(
-                f"planning the memory: shared=True, and a base in {max(self.trainer_parts, self.engine_parts)} parts is held twice. Pass "
-                "shared=False."
+                f"planning the memory: shared=True, and a base in {max(self.trainer_parts, self.engine_parts)} parts "
+                "is held twice. Pass shared=False."
             )
 
     @property

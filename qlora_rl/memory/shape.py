@@ -149,7 +149,8 @@ class ModelShape:
             yield from [(rows // parts, columns)] * (count * parts)
 
     def needs_masks(self, length: int) -> bool:
-        """Sequences of `length` tokens keep their padding: they hold images, or a layer is no attention, or attends to a window that is shorter."""
+        """Sequences of `length` tokens keep their padding: they hold images, or a layer is no attention, or attends to
+        a window that is shorter."""
         return (
             self.tower is not None
             or len(self.caches) < self.layers
@@ -168,7 +169,8 @@ def read_config(model: str | os.PathLike[str], *, trust_remote_code: bool = Fals
 
     Raises:
         ConfigConflictError: nothing that transformers can read; says why.
-        NotYetSupportedError: it cannot be read, and its name is that of an unsupported mixture of experts or a model for images.
+        NotYetSupportedError: it cannot be read, and its name is that of an unsupported mixture of experts or a model
+            for images.
     """
     from transformers import AutoConfig
 
@@ -194,8 +196,8 @@ def read_config(model: str | os.PathLike[str], *, trust_remote_code: bool = Fals
                 f"reading the config of {model}: {why_missing(os.fspath(model))} ({reason})."
             ) from error
         raise ConfigConflictError(
-            f"reading the config of {model}: {lines[0] if lines else type(error).__name__}. Pass a checkpoint directory, a "
-            "config.json, or the name of a hub model that can be reached from here."
+            f"reading the config of {model}: {lines[0] if lines else type(error).__name__}. Pass a checkpoint "
+            "directory, a config.json, or the name of a hub model that can be reached from here."
         ) from error
 
 
@@ -229,7 +231,8 @@ def check_supported(config: Any, max_length: int | None = None) -> None:
         max_length: of the engine, where one is planned whose length is known.
 
     Raises:
-        NotYetSupportedError: a mixture of experts, or a model for more than text, of an unsupported type; or vLLM computes another function of it.
+        NotYetSupportedError: a mixture of experts, or a model for more than text, of an unsupported type; or vLLM
+            computes another function of it.
     """
     reads_more = any(getattr(config, name, None) is not None for name in ("vision_config", "audio_config"))
     has = {
@@ -251,7 +254,8 @@ def stored_spec(
     quantize_experts: bool = False,
     quantize_tower: bool = False,
 ) -> QuantSpec:
-    """How a prepared base is held; for anything else, or where `quant` says so, the spec that it would be prepared with."""
+    """How a prepared base is held; for anything else, or where `quant` says so, the spec that it would be prepared
+    with."""
     if quant is None and (Path(model) / MANIFEST).is_file():
         return open_base(model, verify=False).spec
     return QuantSpec(quant or "nf4", double_quant, quantize_experts=quantize_experts, quantize_tower=quantize_tower)
@@ -444,8 +448,8 @@ def layer_kinds(config: Any) -> list[str]:
     return ["sliding_attention" if slides else "full_attention"] * int(text.num_hidden_layers)
 
 
-# Of the last models and adapters, what was counted. Making them on the meta device is nearly all the time of a plan, and `recommend`, a
-# notebook or a sweep plans one model many times.
+# Of the last models and adapters, what was counted. Making them on the meta device is nearly all the time of a plan,
+# and `recommend`, a notebook or a sweep plans one model many times.
 _KNOWN: dict[str, tuple[ModelShape, dict[str, tuple[int, ...]]]] = {}
 _MOST_KNOWN = 16
 
@@ -453,7 +457,8 @@ _MOST_KNOWN = 16
 def model_and_adapter(
     config: Any, spec: QuantSpec, lora: Any, rank: int = 16, target_modules: str | Sequence[str] = "all-linear"
 ) -> tuple[ModelShape, dict[str, tuple[int, ...]]]:
-    """The shapes of a model, and by name those of the tensors that an adapter on it trains; arguments as of `plan_memory`.
+    """The shapes of a model, and by name those of the tensors that an adapter on it trains; arguments as of
+    `plan_memory`.
 
     Raises:
         ConfigConflictError: transformers makes no language model of the config, or PEFT finds nothing to adapt.

@@ -33,10 +33,10 @@ def layer_activations(
 ) -> float:
     """Bytes per token that one layer keeps for its backward pass, the mean over the layers.
 
-    Norms lift to float32 (4 bytes an element). Attention keeps q, k, v and its output; k and v are repeated for every query head where a padding
-    mask is given, and without one an adapted output projection keeps a copy on the CPU. The feed-forward part keeps gate, silu(gate), up and
-    their product; `mixture_activations` is that of a mixture.
-    Adapted linears keep their input, which is what a norm gives or counted already, and A's output.
+    Norms lift to float32 (4 bytes an element). Attention keeps q, k, v and its output; k and v are repeated for every
+    query head where a padding mask is given, and without one an adapted output projection keeps a copy on the CPU. The
+    feed-forward part keeps gate, silu(gate), up and their product; `mixture_activations` is that of a mixture. Adapted
+    linears keep their input, which is what a norm gives or counted already, and A's output.
     """
     wide = width(spec)
     inputs = {name: each for name, each in adapted_inputs(adapter).items() if not of_expert(name)}
@@ -50,9 +50,11 @@ def layer_activations(
 
 
 def mixture_activations(shape: ModelShape, spec: QuantSpec, adapter: Mapping[str, tuple[int, ...]]) -> float:
-    """The part of `layer_activations` that a mixture's experts and its router keep, the mean over the layers; 0 in a dense model.
+    """The part of `layer_activations` that a mixture's experts and its router keep, the mean over the layers; 0 in a
+    dense model.
 
-    Gate, silu(gate), up and the output of each chosen expert. An adapted expert keeps a copy of its input, and of what its last matrix is given.
+    Gate, silu(gate), up and the output of each chosen expert. An adapted expert keeps a copy of its input, and of what
+    its last matrix is given.
     """
     if not (shape.chosen and shape.pool):
         return 0.0
@@ -76,7 +78,8 @@ def has_tiles(shape: ModelShape) -> bool:
 
 
 def mlp_activations(shape: ModelShape, spec: QuantSpec, adapter: Mapping[str, tuple[int, ...]]) -> float:
-    """The part of `layer_activations` that an MLP which works in tiles does not keep: all but its input. 0 where none does."""
+    """The part of `layer_activations` that an MLP which works in tiles does not keep: all but its input. 0 where none
+    does."""
     if not has_tiles(shape):
         return 0.0
     ranks = sum(rank for name, (_, rank) in adapted_inputs(adapter).items() if name.endswith(MLP_LINEARS))
@@ -96,7 +99,8 @@ def activation_lines(
     offload: bool = False,
     tiled: bool = False,
 ) -> list[Line]:
-    """What a forward pass keeps, and what one layer needs on top; `tiled`: norms and MLPs work in tiles, under gradient checkpointing."""
+    """What a forward pass keeps, and what one layer needs on top; `tiled`: norms and MLPs work in tiles, under gradient
+    checkpointing."""
     wide, tokens, hidden = width(spec), batch * length, shape.hidden
     layer = layer_activations(shape, spec, adapter, device, padded=padded)
     kept: float
@@ -163,8 +167,8 @@ def activation_lines(
 
 
 def host_line(shape: ModelShape, spec: QuantSpec, *, tokens: int) -> Line:
-    """Layer inputs in pinned host memory, at most: torch's allocator makes blocks whose sizes are powers of two, and keeps those of each size
-    that a micro-batch had; all smaller ones together are as large as the largest.
+    """Layer inputs in pinned host memory, at most: torch's allocator makes blocks whose sizes are powers of two, and
+    keeps those of each size that a micro-batch had; all smaller ones together are as large as the largest.
     """
     each = width(spec) * shape.hidden * tokens
     why = f"{shape.layers} of {each:,} bytes, in pinned blocks of powers of two, of each size for shorter micro-batches"
@@ -191,10 +195,13 @@ def head_line(
         # Worked on in float32 as whole tensors; then the tile and the part of the head that it meets are lifted.
         rows = min(tokens, SMALL_TILE)
         tile = rows * columns * wide + columns * max(rows * (4 * 7 + 1), 4 * (rows + shape.hidden))
-        # The states take the place of the last layer's output where the last norm does not keep it, and their gradient is put together when the
-        # tiles are done.
+        # The states take the place of the last layer's output where the last norm does not keep it, and their gradient
+        # is put together when the tiles are done.
         gradient = tokens * shape.hidden * wide
-        why = f"the larger of a tile of {rows} x {columns}, seven times in float32, and the gradient of {tokens} hidden states"
+        why = (
+            f"the larger of a tile of {rows} x {columns}, seven times in float32, and the gradient of {tokens} "
+            "hidden states"
+        )
         if tiled:
             why += "; these"
         return Line("logits", max(tile, gradient) + tiled * gradient, why, "head", False)

@@ -1,4 +1,5 @@
-"""`LiveReport`: the page of a run while it trains, on this machine's loopback address only; it renews itself in the browser."""
+"""`LiveReport`: the page of a run while it trains, on this machine's loopback address only; it renews itself in the
+browser."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ class LiveReport:
             self._server = ThreadingHTTPServer((HOST, port), self._handler())
         except OSError as error:
             raise ConfigConflictError(
-                f"starting the live report: port {port} of {HOST} is not available ({error.strerror}). Choose another --port, or leave it out."
+                f"starting the live report: port {port} of {HOST} is not available ({error.strerror}). Choose another "
+                "--port, or leave it out."
             ) from error
         self._server.daemon_threads = True
         self._is_serving = False
@@ -144,5 +146,8 @@ def say_state(run: Run, age_s: float) -> str:
         word = {"finished": "has finished", "interrupted": "was interrupted", "failed": "has failed"}[run.status]
         return f"This run {word}; the page changes no more."
     if age_s >= 120:
-        return f"Live, but the run has written nothing for {seconds(age_s)}: it may have been killed, or a step takes that long."
+        return (
+            f"Live, but the run has written nothing for {seconds(age_s)}: it may have been killed, or a step takes "
+            "that long."
+        )
     return "Live: this run is training, and the page renews itself."

@@ -146,7 +146,8 @@ const watch = () => { for (const plot of document.querySelectorAll("[data-hover]
 watch();
 """
 
-# Asks for the page every three seconds; what changed is put in the place of what is shown, and what was opened stays open.
+# Asks for the page every three seconds; what changed is put in the place of what is shown, and what was opened stays
+# open.
 LIVE_JS = """
 let shown = null;
 const renew = async () => {

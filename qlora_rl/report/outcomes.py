@@ -1,4 +1,5 @@
-"""What the model wrote and what it was worth: samples before and after, an evaluation, the first and the last rollouts."""
+"""What the model wrote and what it was worth: samples before and after, an evaluation, the first and the last
+rollouts."""
 
 from __future__ import annotations
 
@@ -59,7 +60,10 @@ def draw_evaluation(run: Run) -> Markup | None:
     if (finite(found.get("samples")) or 1) > 1:
         said.append(f"{plain(found.get('samples'))} answers to each")
     said.append(f"temperature {plain(object_in(found, 'sampling').get('temperature'))}")
-    caption = f"{', '.join(said)}. Both come from the same sampler. Behind ± is the standard error; the difference is taken prompt by prompt."
+    caption = (
+        f"{', '.join(said)}. Both come from the same sampler. Behind ± is the standard error; the difference is "
+        "taken prompt by prompt."
+    )
     cards = []
     kept = found.get("rows")
     for row in kept if isinstance(kept, list) else []:
@@ -80,7 +84,8 @@ def draw_evaluation(run: Run) -> Markup | None:
 
 
 def draw_rollouts(run: Run) -> Markup | None:
-    """The answers to one prompt of the first step, of some between, and of the newest, with their rewards, and all of it as CSV."""
+    """The answers to one prompt of the first step, of some between, and of the newest, with their rewards, and all of
+    it as CSV."""
     between = run.rollouts.get("steps")
     between = [each for each in between if isinstance(each, dict)] if isinstance(between, list) else []
     first, last = (object_in(run.rollouts, when) for when in ("first", "last"))
@@ -100,7 +105,10 @@ def draw_rollouts(run: Run) -> Markup | None:
         article = tag("article", prompt, tag("div", *written, class_="pair"), class_="sample")
         is_open = "open" if i in (0, len(groups) - 1) else None
         shown.append(tag("details", tag("summary", f"{name}{said}"), tag("div", article), open=is_open))
-    caption = "What the sampler wrote to one prompt in training, and the reward of each answer: the model learns from their differences. "
+    caption = (
+        "What the sampler wrote to one prompt in training, and the reward of each answer: the model learns from "
+        "their differences. "
+    )
     link = download("rollouts.csv", _rows_of(groups))
     return section("Rollouts: what it learned from", None, tag("p", caption, link, class_="caption"), *shown)
 

@@ -1,4 +1,5 @@
-"""The page: what a run achieved, how faithful its sampler was, where the time went; also of other runs, for comparison."""
+"""The page: what a run achieved, how faithful its sampler was, where the time went; also of other runs, for
+comparison."""
 
 from __future__ import annotations
 
@@ -258,7 +259,10 @@ def _draw_memory(run: Run) -> Markup | None:
         rows.append(("KV cache", octets(cache), "rollout"))
     if not rows:
         return None
-    told = "Bytes that are held always, or only while a step, a layer or a rollout is computed. Planned before anything was loaded."
+    told = (
+        "Bytes that are held always, or only while a step, a layer or a rollout is computed. Planned before "
+        "anything was loaded."
+    )
     return tag("div", tag("p", told, class_="caption"), table(["", "Size", "While"], rows))
 
 

@@ -23,9 +23,9 @@ STATUSES = ("finished", "interrupted", "failed")
 class Run:
     """One run's records. `problems` says, in words, what could not be read and was skipped.
 
-    `metrics` holds one record per step, in order of steps; where a resumed run wrote a step twice, the later one. `evaluations` holds
-    likewise those lines that an evaluation has written while it trained; the first may be at step 0. `is_held`: a
-    living process has the directory.
+    `metrics` holds one record per step, in order of steps; where a resumed run wrote a step twice, the later one.
+    `evaluations` holds likewise those lines that an evaluation has written while it trained; the first may be at step
+    0. `is_held`: a living process has the directory.
     """
 
     path: Path
@@ -196,7 +196,8 @@ def _number_steps(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def summarise(run: Run) -> dict[str, float | None]:
     """The run in numbers: what `summary.json` says and, where it is silent, what the steps say.
 
-    `reward_first` and `reward_last` (`loss_…` and `hits_…` of a run without rewards) are then means over a tenth of the steps (ten at most), because one step is noise.
+    `reward_first` and `reward_last` (`loss_…` and `hits_…` of a run without rewards) are then means over a tenth of the
+    steps (ten at most), because one step is noise.
     """
     rewards = run.values("reward")
     losses, hits = ([] if run.is_online else run.values("loss")), (run.values(run.hits) if run.hits else [])

@@ -42,7 +42,10 @@ def headline(run: Run, facts: Facts) -> str:
     elif first is not None and last is not None:
         change = f"the reward {_change(first, last, 0.005 * max(abs(first), abs(last)), plain, 'rose')}"
         if 0 < abs(last - first) < reward_noise(run.values("reward")):
-            change = f"the reward went from {plain(first)} to {plain(last)}, which may be chance: single steps differ as much"
+            change = (
+                f"the reward went from {plain(first)} to {plain(last)}, which may be chance: single steps differ "
+                "as much"
+            )
     elif (loss := facts["loss_last"]) is not None:
         first = facts["loss_first"]
         change = f"the loss {_change(first, loss, 0.005 * max(abs(first), abs(loss)), plain, 'rose')}"
@@ -107,7 +110,8 @@ def _causes(run: Run) -> list[str]:
 
 
 def reward_noise(rewards: Sequence[float]) -> float:
-    """By how much the means of the first and of the last steps may differ by chance: two standard errors, from what neighbouring steps differ by."""
+    """By how much the means of the first and of the last steps may differ by chance: two standard errors, from what
+    neighbouring steps differ by."""
     if len(rewards) < 2:
         return 0.0
     # Of two numbers with one normal distribution the mean distance is 2/sqrt(pi) standard deviations.
@@ -149,8 +153,8 @@ def _stale_sentence(run: Run, oldest: float, middle: float) -> str:
     again = run.values("rescored_diff")
     apart = f" Scored again after each push, the two were at most {plain(max(again))} apart (scaled)." if again else ""
     return (
-        f"Rollouts were up to {oldest:,.0f} {'policy' if oldest == 1 else 'policies'} older than the one that trained on them, and the "
-        f"mismatch KL (median {plain(middle)}) holds that too.{apart}"
+        f"Rollouts were up to {oldest:,.0f} {'policy' if oldest == 1 else 'policies'} older than the one that trained "
+        f"on them, and the mismatch KL (median {plain(middle)}) holds that too.{apart}"
     )
 
 

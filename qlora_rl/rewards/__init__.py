@@ -1,8 +1,8 @@
 """Reward functions with TRL's signature: keyword lists in, one number per completion out. Pass them in `reward_funcs`.
 
-Each takes completions as text or as messages, reads the dataset's columns by name, and swallows what it does not use; to change
-an argument use `functools.partial`. To combine several, pass a list and `GRPOConfig(reward_weights=[...])`, or `weighted`.
-`load_reward` finds one by its name, or in a file of your own.
+Each takes completions as text or as messages, reads the dataset's columns by name, and swallows what it does not use;
+to change an argument use `functools.partial`. To combine several, pass a list and `GRPOConfig(reward_weights=[...])`,
+or `weighted`. `load_reward` finds one by its name, or in a file of your own.
 """
 
 from qlora_rl.rewards.formulas import math_match

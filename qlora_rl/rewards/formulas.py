@@ -17,9 +17,9 @@ logger = logging.getLogger(__name__)
 def math_match(completions: Sequence[Any], *, column: str = "answer", **columns: Any) -> list[float | None]:
     r"""1 where the completion's answer equals the reference's as mathematics; else 0.
 
-    With math-verify (the extra `math`) both are parsed, as LaTeX or plain text, and compared by a computer algebra system: intervals,
-    sets, equations and units too. Where that finds no answer in a text, and without math-verify, numbers are compared
-    (`numeric_match`).
+    With math-verify (the extra `math`) both are parsed, as LaTeX or plain text, and compared by a computer algebra
+    system: intervals, sets, equations and units too. Where that finds no answer in a text, and without math-verify,
+    numbers are compared (`numeric_match`).
 
     Args:
         completions: B of them, text or messages.
@@ -65,6 +65,7 @@ def _has_math_verify() -> bool:
         return False
     from math_verify import parse, verify
 
-    # The first comparison imports and caches much of sympy: without a time limit, or a busy machine would give a right answer 0.
+    # The first comparison imports and caches much of sympy: without a time limit, or a busy machine would give a right
+    # answer 0.
     verify(parse("$(x+1)^2$", parsing_timeout=None), parse("$x^2+2x+1$", parsing_timeout=None), timeout_seconds=None)
     return True

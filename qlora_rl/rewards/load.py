@@ -1,4 +1,5 @@
-"""`load_reward`: a reward function out of what stands in a file or on a command line; `import_function`: any function."""
+"""`load_reward`: a reward function out of what stands in a file or on a command line; `import_function`: any
+function."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ def load_reward(
     """The reward function of a name.
 
     Args:
-        name: a built-in one ("numeric_match", or "numeric"), "path.py:function", or "package.module:function". A class is called
-            with the arguments, once.
+        name: a built-in one ("numeric_match", or "numeric"), "path.py:function", or "package.module:function". A class
+            is called with the arguments, once.
         arguments: of the function, fixed from now on: `{"column": "solution"}`.
         folder: that a relative path starts from; by default the working directory.
 
@@ -50,7 +51,8 @@ def load_reward(
     if function is None:
         hint = f" Did you mean {name}:FUNCTION?" if name.endswith(".py") else ""
         raise ConfigConflictError(
-            f"{_DOING}: {name!r} does not exist.{hint} Use one of {', '.join(BUILT_IN)}, or your own as path.py:function."
+            f"{_DOING}: {name!r} does not exist.{hint} Use one of {', '.join(BUILT_IN)}, or your own as "
+            "path.py:function."
         )
     if inspect.isclass(function):
         return _made(function, name, dict(arguments or {}))
@@ -121,8 +123,8 @@ def _with_arguments(function: Callable[..., Any], name: str, arguments: dict[str
     ]
     if missing:
         raise ConfigConflictError(
-            f"{_DOING}: {name!r} needs {', '.join(missing)}. Give it as an argument, or write a function of your own around "
-            f"qlora_rl.rewards.{function.__name__} and name it as path.py:function."
+            f"{_DOING}: {name!r} needs {', '.join(missing)}. Give it as an argument, or write a function of your own "
+            f"around qlora_rl.rewards.{function.__name__} and name it as path.py:function."
         )
     if not arguments:
         return function
@@ -156,7 +158,8 @@ def _of_file(file: Path, doing: str, raised: type[QloraRLError]) -> ModuleType:
     file = file.resolve()
     if not file.is_file():
         raise ConfigConflictError(f"{doing}: there is no file {file}. Name it as path.py:function.")
-    # A name of its own: "rewards.py" must not hide a package of that name, nor another file; what has changed is read again.
+    # A name of its own: "rewards.py" must not hide a package of that name, nor another file; what has changed is read
+    # again.
     digest = hashlib.sha256(str(file).encode() + file.read_bytes()).hexdigest()
     name = f"qlora_rl_reward_{file.stem}_{digest[:8]}"
     if name in sys.modules:

@@ -28,9 +28,9 @@ def numeric_match(
 ) -> list[float | None]:
     r"""1 where the final number of the completion is that of the reference; else 0.
 
-    The final number is what stands in the last `\boxed{}`, or behind the last `####`, or behind the last "answer is", or else the last
-    number of the text. `1,200`, `$1200.00`, `\frac{2400}{2}` and `1.2e3` are one number. A percent sign is a unit: 50% is 50. The
-    references may be numbers or worked solutions (GSM8K's). Formulas: `math_match`.
+    The final number is what stands in the last `\boxed{}`, or behind the last `####`, or behind the last "answer is",
+    or else the last number of the text. `1,200`, `$1200.00`, `\frac{2400}{2}` and `1.2e3` are one number. A percent
+    sign is a unit: 50% is 50. The references may be numbers or worked solutions (GSM8K's). Formulas: `math_match`.
 
     Args:
         completions: B of them, text or messages.

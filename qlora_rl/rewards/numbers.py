@@ -32,7 +32,8 @@ def final_number(text: str) -> Fraction | None:
     r"""The number that a text ends with or marks as its answer; `None` where it holds none.
 
     Args:
-        text: what a model wrote. The last `\boxed{}` goes first, then the last `####`, then the last "answer is", then the last number.
+        text: what a model wrote. The last `\boxed{}` goes first, then the last `####`, then the last "answer is", then
+            the last number.
     """
     text = _clean(text)
     boxed = _last_box(text)

@@ -1,4 +1,5 @@
-"""A reward that runs what the model wrote: apart from its tests, in processes from which the kernel takes what they do not need."""
+"""A reward that runs what the model wrote: apart from its tests, in processes from which the kernel takes what they do
+not need."""
 
 from __future__ import annotations
 
@@ -51,11 +52,12 @@ def program_match(
       not run. Tests that call the program with data and compare data run in a process of their own, in which none of
       the program's code runs. Tests that need its objects (classes, operators, `with`, `async`) run in its interpreter,
       where it can cheat.
-    - A list of `{"input": ..., "output": ...}`: the program is run once for each as a script. What it has written must be the output, white space at
-      the ends of lines aside, and its exit code 0.
+    - A list of `{"input": ..., "output": ...}`: the program is run once for each as a script. What it has written must
+      be the output, white space at the ends of lines aside, and its exit code 0.
 
-    Programs have no packages but the standard library, no environment, no files to write, no sockets, no other processes, and limits on time and
-    memory; `program_isolation` says what hides files and other processes from them. docs/rewards.md says what is left.
+    Programs have no packages but the standard library, no environment, no files to write, no sockets, no other
+    processes, and limits on time and memory; `program_isolation` says what hides files and other processes from them.
+    docs/rewards.md says what is left.
 
     Args:
         completions: B of them, text or messages.
@@ -106,7 +108,8 @@ def tell_modes(tests: Iterable[Any], column: str = "tests") -> None:
 
 
 def program_isolation() -> dict[str, str]:
-    """What hides files and other processes from a program here: for each means of the kernel "active", or why it is not."""
+    """What hides files and other processes from a program here: for each means of the kernel "active", or why it is
+    not."""
     return _asked("x = 1", "assert x == 1", 60.0, 256)["isolation"]
 
 
@@ -147,7 +150,8 @@ def _tests_of(value: Any, column: str) -> _Tests:
         ):
             return [(each["input"], each["output"]) for each in value]
     raise ConfigConflictError(
-        f"{_DOING}: column {column!r} holds {str(value)[:100]!r}. Tests are Python as text, a list of such texts, or a list of "
+        f"{_DOING}: column {column!r} holds {str(value)[:100]!r}. Tests are Python as text, a list of such texts, or a "
+        "list of "
         '{"input": "...", "output": "..."}.'
     )
 
@@ -165,8 +169,9 @@ def _judged(program: str, tests: _Tests, timeout_s: float, memory_mib: int, sand
     if "active" not in said["isolation"].values():
         reasons = "; ".join(f"{means}: {reason}" for means, reason in said["isolation"].items())
         _say_once(
-            f"{_DOING}: files of this user can be read by them, and what other processes of this user show ({reasons}). "
-            "Train in a container without other files and processes, or on a kernel that has one of the two."
+            f"{_DOING}: files of this user can be read by them, and what other processes of this user show "
+            f"({reasons}). Train in a container without other files and processes, or on a kernel that has one of the "
+            "two."
         )
     return _REWARDS[said["verdict"]]
 
@@ -240,8 +245,8 @@ def _started(directory: str, longest_s: float) -> subprocess.Popen[bytes] | None
 
 def _unsupported(reason: str) -> NotYetSupportedError:
     return NotYetSupportedError(
-        f"{_DOING}: {reason}. Programs are run on Linux (x86-64, aarch64) with system calls filtered; elsewhere write a reward that asks a "
-        "sandbox, and name it as path.py:function."
+        f"{_DOING}: {reason}. Programs are run on Linux (x86-64, aarch64) with system calls filtered; elsewhere write "
+        "a reward that asks a sandbox, and name it as path.py:function."
     )
 
 

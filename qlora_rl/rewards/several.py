@@ -15,8 +15,9 @@ class weighted:
 
         reward_funcs = weighted((numeric_match, 1.0), (partial(format_match, pattern="<think>.+</think>.+"), 0.2))
 
-    TRL sums a list of rewards by `GRPOConfig(reward_weights=...)` too, and logs each of them; this is for what takes one: an
-    evaluation, a part of another sum. A part that says `None` of a completion is left out of its sum; where all do, so does the sum.
+    TRL sums a list of rewards by `GRPOConfig(reward_weights=...)` too, and logs each of them; this is for what takes
+    one: an evaluation, a part of another sum. A part that says `None` of a completion is left out of its sum; where all
+    do, so does the sum.
 
     Args:
         parts: pairs of a reward and its weight.
@@ -29,7 +30,8 @@ class weighted:
         wrong = [p for p in parts if not (isinstance(p, tuple) and len(p) == 2 and callable(p[0]))]
         if wrong or not parts:
             raise ConfigConflictError(
-                f"combining rewards: {wrong[0]!r} is not a pair of a reward and its weight. Write weighted((numeric_match, 1.0), ...)."
+                f"combining rewards: {wrong[0]!r} is not a pair of a reward and its weight. Write "
+                "weighted((numeric_match, 1.0), ...)."
                 if wrong
                 else "combining rewards: there are none. Write weighted((numeric_match, 1.0), ...)."
             )

@@ -108,7 +108,8 @@ def _same_directory(model: Any, engine: BaseHolder) -> str:
 
 
 def _is_another_form(ours: BaseFingerprint, theirs: BaseFingerprint, diff: Diff) -> bool:
-    """Two forms of one base: all facts of it and some plain weights are equal, and others differ in name, shape or dtype alone."""
+    """Two forms of one base: all facts of it and some plain weights are equal, and others differ in name, shape or
+    dtype alone."""
     is_one_model = "config" in ours.facts and "config" in theirs.facts
     plain = (leaf == theirs.leaves.get(name) for name, leaf in ours.leaves.items() if leaf.scales is None)
     forms = {"missing", "unexpected", "shape", "type"}
@@ -133,19 +134,26 @@ def explain(diff: Diff, engine: str, *, same: str = "", is_other_form: bool = Fa
     types = {entry.how for entry in diff.entries}
     if same:
         hint = (
-            f"Both sides have loaded {same}: something has written to one of them, or vLLM holds this weight in another form. Start the engine again; "
-            "if they differ again, models of this type are not supported: use one of another type"
+            f"Both sides have loaded {same}: something has written to one of them, or vLLM holds this weight in "
+            "another form. Start the engine again; if they differ again, models of this type are not supported: use "
+            "one of another type"
         )
     elif is_other_form:
-        hint = "Both sides hold the same base, and vLLM some of it in a form of its own: models of this type are not supported. Use one of another type"
+        hint = (
+            "Both sides hold the same base, and vLLM some of it in a form of its own: models of this type are not "
+            "supported. Use one of another type"
+        )
     elif "type" in types:
         hint += " (vLLM's own in-flight quantisation is always NF4 with double quantisation, whatever the trainer uses)"
     elif "blocksize" in types or "table" in types:
         hint += "; they were quantised with other settings"
     elif "scales" in types and not types & {"codes", "values", "shape", "missing", "unexpected"}:
         hint = (
-            "Only scales differ, and the engine's base directory has them so: the base of each side was quantised apart. Copy the directory of "
-            "one side to the other, or prepare both with this version; in the place of a model that bitsandbytes has quantised while it was "
-            "loaded, pass load_base(the engine's directory)"
+            "Only scales differ, and the engine's base directory has them so: the base of each side was quantised "
+            "apart. Copy the directory of one side to the other, or prepare both with this version; in the place of a "
+            "model that bitsandbytes has quantised while it was loaded, pass load_base(the engine's directory)"
         )
-    return f"verifying the base: {first}{also} on {engine}. {hint}, or pass allow_base_mismatch=True to go on with other weights."
+    return (
+        f"verifying the base: {first}{also} on {engine}. {hint}, or pass allow_base_mismatch=True to go on with "
+        "other weights."
+    )

@@ -2,12 +2,13 @@
 
 1. *Does the engine hold it?* The engine digests what its layers multiply with; it must be the bundle, byte for
    byte. This sees a wrong scaling, a lost layer, an older version, names that match nothing.
-2. *Does the engine apply it?* Fixed token sequences are scored by both sides. Their logprobs must agree as well as those of
-   the bare base did when the run began (times a factor), and never worse than an upper bound. Where they do not, sequences that
-   the policy itself samples now are scored as well, and decide: 16-bit rounding is large at tokens that a policy never writes.
-   Of a vision-language model one of the sequences follows an image.
+2. *Does the engine apply it?* Fixed token sequences are scored by both sides. Their logprobs must agree as well as
+   those of the bare base did when the run began (times a factor), and never worse than an upper bound. Where they do
+   not, sequences that the policy itself samples now are scored as well, and decide: 16-bit rounding is large at tokens
+   that a policy never writes. Of a vision-language model one of the sequences follows an image.
 
-A policy that changes less than the threshold would pass also where it is not applied at all: then a `Probe` is pushed before it.
+A policy that changes less than the threshold would pass also where it is not applied at all: then a `Probe` is pushed
+before it.
 """
 
 from __future__ import annotations
@@ -34,15 +35,16 @@ from qlora_rl.sync.synthetic_adapter import Probe
 
 logger = logging.getLogger(__name__)
 
-# Mean scaled difference of logprobs (see `_difference`) above which no calibration may let a pair of engines pass. bf16 pairs measure 0.001 to 0.01.
+# Mean scaled difference of logprobs (see `_difference`) above which no calibration may let a pair of engines pass. bf16
+# pairs measure 0.001 to 0.01.
 UPPER_BOUND = 0.1
 # Times the rounding of the bare base: a policy moves away from it, and its rounding with it.
 FACTOR = 8.0
 # The adapter brings rounding of its own, also to a pair whose base agrees to the last bit.
 FLOORS = {"float32": 1e-4}
 FLOOR_16_BIT = 0.03
-# A probe changes logprobs by so many thresholds, and at least by this: an engine that leaves it out is off by all of that. A policy
-# that changes them as much needs no probe.
+# A probe changes logprobs by so many thresholds, and at least by this: an engine that leaves it out is off by all of
+# that. A policy that changes them as much needs no probe.
 CLEAR = 4.0
 LEAST_EFFECT = 0.1
 # Standard deviations of a probe's B: tried first, and at most (a server takes no entry above 100).
@@ -57,7 +59,8 @@ class SeenPrompt:
 
     Attributes:
         prompt: of the engine (`ImagePrompt`: `ids` with the image's tokens, T of them).
-        inputs: of the trainer's forward pass besides the ids: pixels and their shape; what is [1, T] is one value for each token.
+        inputs: of the trainer's forward pass besides the ids: pixels and their shape; what is [1, T] is one value for
+            each token.
     """
 
     prompt: Any
@@ -83,8 +86,9 @@ class Canary:
     Args:
         model: the trainer's PeftModel; only read.
         engine: the other side.
-        sequences: token ids that both score; by default two of up to 8 tokens, sampled from the bare base at calibration (a
-            forward of so few is all overhead: more would cost little, but a small model's step is short), and one after `image`.
+        sequences: token ids that both score; by default two of up to 8 tokens, sampled from the bare base at
+            calibration (a forward of so few is all overhead: more would cost little, but a small model's step is
+            short), and one after `image`.
         image: prompt of a vision-language model.
         every: score at each n-th push; the digest is compared at every push.
         function: is asked again where the engine is another one.
@@ -115,7 +119,8 @@ class Canary:
         self._pushes = 0
         self._must_score = self._must_probe = self._can_probe = True
         self._scores = 0
-        # The trainer's logprobs of the sequences on the bare base and under the probe; the size of its B; what the policy changes.
+        # The trainer's logprobs of the sequences on the bare base and under the probe; the size of its B; what the
+        # policy changes.
         self._ours_bare: list[list[float]] | None = None
         self._ours_probed: list[list[float]] = []
         self._probe_size = FIRST_SIZE
@@ -126,7 +131,8 @@ class Canary:
     def calibrate(self) -> float:
         """Set the threshold from the rounding of the bare base, which both sides must hold; before any push.
 
-        The rounding is what the trainer's own float32 pass differs by, not what the engine does: that would take a fault for normal.
+        The rounding is what the trainer's own float32 pass differs by, not what the engine does: that would take a
+        fault for normal.
 
         Returns:
             The threshold: mean scaled difference of logprobs.
@@ -149,8 +155,8 @@ class Canary:
             rounding = max(ranks().gather(rounding, "measuring rounding"))
         if not noise <= UPPER_BOUND:
             raise CanaryError(
-                f"calibrating the canary: trainer and engine differ by {noise:.3g} (scaled) on the bare base, more than {UPPER_BOUND}. "
-                "They hold or compute something else; run `qlora-rl verify BASE --local`."
+                f"calibrating the canary: trainer and engine differ by {noise:.3g} (scaled) on the bare base, more "
+                f"than {UPPER_BOUND}. They hold or compute something else; run `qlora-rl verify BASE --local`."
             )
         self.noise = noise
         floor = FLOORS.get(self.engine.capabilities().adapter_dtype, FLOOR_16_BIT)
@@ -169,9 +175,9 @@ class Canary:
         """
         if not self.noise <= saved["threshold"]:
             raise CanaryError(
-                f"resuming: trainer and engine differ by {self.noise:.3g} (scaled) on the bare base, {saved['noise']:.3g} when the run began, "
-                f"threshold={saved['threshold']:.3g}. This machine computes differently: another device, driver, or version of vLLM "
-                "or bitsandbytes."
+                f"resuming: trainer and engine differ by {self.noise:.3g} (scaled) on the bare base, "
+                f"{saved['noise']:.3g} when the run began, threshold={saved['threshold']:.3g}. This machine computes "
+                "differently: another device, driver, or version of vLLM or bitsandbytes."
             )
         self.sequences, self.threshold, self._pushes = saved["sequences"], saved["threshold"], saved["pushes"]
         self._ours_bare = None  # of other sequences
@@ -221,15 +227,16 @@ class Canary:
             wrong = sorted(name for name in {*sent, *held} if sent.get(name) != held.get(name))
             if wrong:
                 raise CanaryError(
-                    f"checking the push: {len(wrong)} of {len(sent)} weights in the engine are not what was pushed, first {wrong[0]}. A "
-                    "broken stream or another model would look like this; push again.",
+                    f"checking the push: {len(wrong)} of {len(sent)} weights in the engine are not what was pushed, "
+                    f"first {wrong[0]}. A broken stream or another model would look like this; push again.",
                     reasons=wrong,
                     module=wrong[0].rpartition(".")[0],
                 )
         return self._scored()
 
     def is_due(self) -> bool:
-        """Counts a push; true at each n-th one, beginning with the first, and after a doubt until a score has passed."""
+        """Counts a push; true at each n-th one, beginning with the first, and after a doubt until a score has
+        passed."""
         self._pushes += 1
         return self._must_score or (self._pushes - 1) % self.every == 0
 
@@ -238,7 +245,8 @@ class Canary:
         self._must_score = self._must_probe = True
 
     def wants_probe(self) -> bool:
-        """A probe is due: at the first push, after a doubt, and at each second one that is scored while the policy changes little."""
+        """A probe is due: at the first push, after a doubt, and at each second one that is scored while the policy
+        changes little."""
         if self._must_probe:
             return True
         will_score = self._must_score or self._pushes % self.every == 0
@@ -276,9 +284,10 @@ class Canary:
             else f"The engine multiplies with it in another way (it is {apart:.3g} from the bare base)"
         )
         raise CanaryError(
-            f"checking the push: under a large synthetic adapter, which is pushed to see whether it is multiplied, the engine's logprobs "
-            f"differ from the trainer's by {difference:.3g} (scaled) on average > threshold={self.threshold:.3g}. {found}, whatever its "
-            "buffers hold (or the base was changed: `qlora-rl verify BASE --local`)."
+            "checking the push: under a large synthetic adapter, which is pushed to see whether it is multiplied, the "
+            f"engine's logprobs differ from the trainer's by {difference:.3g} (scaled) on average > "
+            f"threshold={self.threshold:.3g}. {found}, whatever its buffers hold (or the base was changed: `qlora-rl "
+            "verify BASE --local`)."
         )
 
     @property
@@ -286,7 +295,8 @@ class Canary:
         return max(LEAST_EFFECT, CLEAR * self.threshold)
 
     def _size_probe(self, adapter: LiveAdapter) -> None:
-        """Find a size of B, a power of two, at which the probe is clear of the threshold and not much more; once a run."""
+        """Find a size of B, a power of two, at which the probe is clear of the threshold and not much more; once a
+        run."""
         if self.sequences is None:
             self.calibrate()
         wanted, size, is_found = self._clear_effect, FIRST_SIZE, False
@@ -306,8 +316,9 @@ class Canary:
                     size *= 2.0 ** round(math.log2(2 * wanted / max(min(effects), wanted / 32)))
         if not is_found:
             logger.warning(
-                "pushes cannot be probed: no adapter of this shape changes the trainer's logprobs by %.3g to %.3g (scaled; the last one by %s). "
-                "Whether the engine multiplies with an adapter is seen when the policy's has become large",
+                "pushes cannot be probed: no adapter of this shape changes the trainer's logprobs by %.3g to %.3g "
+                "(scaled; the last one by %s). Whether the engine multiplies with an adapter is seen when the policy's "
+                "has become large",
                 wanted,
                 4 * wanted,
                 effects,
@@ -333,8 +344,8 @@ class Canary:
         own = self._difference(self._sampled_sequences()) if math.isfinite(difference) else difference
         if own <= self.threshold:
             logger.warning(
-                "the canary's sequences have become unlikely: trainer and engine differ by %.3g (scaled) on them, and by %.3g on what "
-                "the policy writes now, threshold %.3g",
+                "the canary's sequences have become unlikely: trainer and engine differ by %.3g (scaled) on them, and "
+                "by %.3g on what the policy writes now, threshold %.3g",
                 difference,
                 own,
                 self.threshold,
@@ -344,14 +355,15 @@ class Canary:
         texts = [ids for ids in self.sequences or () if not self._is_seen(ids)]
         if len(texts) < len(self.sequences or ()) and self._difference(texts) <= self.threshold:
             raise CanaryError(
-                f"checking the push: after an image the engine's logprobs differ from the trainer's by {difference:.3g} (scaled) on average > "
-                f"threshold={self.threshold:.3g}, and in plain text they agree. Its vision tower computes something else, or it has kept what the "
-                "tower made of the image before (its encoder cache): start a new engine; `qlora-rl verify BASE --local` compares the tower."
+                "checking the push: after an image the engine's logprobs differ from the trainer's by "
+                f"{difference:.3g} (scaled) on average > threshold={self.threshold:.3g}, and in plain text they agree. "
+                "Its vision tower computes something else, or it has kept what the tower made of the image before (its "
+                "encoder cache): start a new engine; `qlora-rl verify BASE --local` compares the tower."
             )
         raise CanaryError(
             f"checking the push: the engine holds what was pushed, but its logprobs differ from the trainer's by "
-            f"{difference:.3g} (scaled) on average > threshold={self.threshold:.3g}, and by {own:.3g} on what the policy writes now. It "
-            "applies it in another way (or the base was changed: `qlora-rl verify BASE --local`)."
+            f"{difference:.3g} (scaled) on average > threshold={self.threshold:.3g}, and by {own:.3g} on what the "
+            "policy writes now. It applies it in another way (or the base was changed: `qlora-rl verify BASE --local`)."
         )
 
     def _compare_held(self, bundle: AdapterBundle) -> None:
@@ -361,8 +373,9 @@ class Canary:
         if wrong:
             lost = sum(name not in held for name in wrong)
             raise CanaryError(
-                f"checking the push: {len(wrong)} of {len(bundle.tensors)} matrices in the engine are not what was pushed ({lost} "
-                f"are missing), first {wrong[0]}. Wrong scaling, a lost layer or an older version would look like this; push again.",
+                f"checking the push: {len(wrong)} of {len(bundle.tensors)} matrices in the engine are not what was "
+                f"pushed ({lost} are missing), first {wrong[0]}. Wrong scaling, a lost layer or an older version would "
+                "look like this; push again.",
                 reasons=wrong,
                 module=wrong[0].removeprefix("base_model.model.").rsplit(".lora_", 1)[0],
             )
@@ -376,8 +389,8 @@ class Canary:
     ) -> float:
         """Mean over tokens of |ours - theirs| / max(1, |ours|); of several replicas, and of text and image, the worst.
 
-        A policy that has learned gives some tokens of the fixed sequences very small probabilities, and 16-bit logits are
-        rounded in proportion to their size: without the scale, honest runs would raise alarms.
+        A policy that has learned gives some tokens of the fixed sequences very small probabilities, and 16-bit logits
+        are rounded in proportion to their size: without the scale, honest runs would raise alarms.
         """
         ours = self._score(sequences) if ours is None else ours
         asked: Sequence[Any] = [
@@ -415,7 +428,8 @@ class Canary:
         return self._counted(found, sequences)
 
     def _counted(self, scores: Sequence[Sequence[float]], sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Of logprobs of every token but the first, those of tokens that were sampled: behind an image the prompt's are left out."""
+        """Of logprobs of every token but the first, those of tokens that were sampled: behind an image the prompt's are
+        left out."""
         skipped = len(self.image.prompt.ids) - 1 if self.image is not None else 0
         return [
             list(row)[skipped:] if self._is_seen(ids) else list(row) for row, ids in zip(scores, sequences, strict=True)
@@ -460,10 +474,11 @@ class Canary:
         return found
 
     def _sampled_sequences(self) -> list[list[int]]:
-        """Two sequences, and one after the image, sampled from the model as it is; calibrating switches the adapter off.
+        """Two sequences, and one after the image, sampled from the model as it is; calibrating switches the adapter
+        off.
 
-        Rollouts consist of what a model may write; at tokens that it would never write, 16-bit logits differ widely without
-        harm.
+        Rollouts consist of what a model may write; at tokens that it would never write, 16-bit logits differ widely
+        without harm.
         """
         vocabulary = int(bare_model(self.model).config.get_text_config().vocab_size)
         length = max(2, min(8, self.engine.capabilities().max_model_length - 1))

@@ -92,15 +92,16 @@ def as_trained(model: Any, autocast: torch.dtype | None) -> AbstractContextManag
 
 
 def in_dtype(model: Any, dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """Within it a model computes in a 16-bit dtype, by autocast where its weights have another; in float32 as they are."""
+    """Within it a model computes in a 16-bit dtype, by autocast where its weights have another; in float32 as they
+    are."""
     is_own = bare_model(model).dtype == dtype or dtype not in _HALF
     return as_trained(model, None if is_own else dtype)
 
 
 @contextmanager
 def in_float32(model: Any, tokens: int) -> Iterator[None]:
-    """Within it `plain_forward` of a model computes in float32, whatever autocast is around it; one weight is copied at a
-    time.
+    """Within it `plain_forward` of a model computes in float32, whatever autocast is around it; one weight is copied at
+    a time.
 
     4-bit weights are dequantised and rounded to the base's compute dtype, as both sides multiply with them.
 

@@ -1,7 +1,9 @@
-"""`DenseSync`: the whole policy is synced as dense weights; for adapters that cannot be synced alone. The trainer is only read.
+"""`DenseSync`: the whole policy is synced as dense weights; for adapters that cannot be synced alone. The trainer is
+only read.
 
-In several processes each rank pushes into its own engine, or rank 0 alone into a server. Where the trainer is sharded, all ranks
-gather the same layer at the same time, whether they push it or not; a rank that fails is noticed at the next one.
+In several processes each rank pushes into its own engine, or rank 0 alone into a server. Where the trainer is sharded,
+all ranks gather the same layer at the same time, whether they push it or not; a rank that fails is noticed at the next
+one.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from qlora_rl.sync.canary import Canary
 
 
 class DenseSync:
-    """Every weight of the policy is made in float32, rounded once to the engine's dtype, and streamed over what it holds.
+    """Every weight of the policy is made in float32, rounded once to the engine's dtype, and streamed over what it
+    holds.
 
     Args:
         model: the live PeftModel.
@@ -50,9 +53,9 @@ class DenseSync:
         """Hand the current policy to the engine as the next version.
 
         Raises:
-            AdapterRejectedError: no weights give the live policy. SyncError: not all of them arrived. In both cases the old version
-                serves if the engine is a server (which loads what has arrived whole) or nothing had been sent; otherwise nothing is
-                served. The push can be repeated.
+            AdapterRejectedError: no weights give the live policy. SyncError: not all of them arrived. In both cases the
+                old version serves if the engine is a server (which loads what has arrived whole) or nothing had been
+                sent; otherwise nothing is served. The push can be repeated.
             CanaryError: they arrived, but the engine computes something else; nothing is served.
         """
         if self.canary is None:
@@ -96,7 +99,8 @@ class DenseSync:
         )
 
     def verify(self) -> None:
-        """Check again that the engine serves the policy; an engine that has lost it gets it again, and that push is checked.
+        """Check again that the engine serves the policy; an engine that has lost it gets it again, and that push is
+        checked.
 
         Raises:
             CanaryError: it does not; nothing is served.
@@ -116,7 +120,8 @@ class DenseSync:
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad and not _is_finite(here(parameter)):
                 raise AdapterRejectedError(
-                    f"pushing weights: {own_name(name)} holds NaN or infinity. Lower the learning rate, or clip gradients.",
+                    f"pushing weights: {own_name(name)} holds NaN or infinity. Lower the learning rate, or clip "
+                    "gradients.",
                     module=own_name(name).rpartition(".")[0],
                 )
 
@@ -141,8 +146,8 @@ class DenseSync:
 
     @contextlib.contextmanager
     def _shared_cores(self) -> Iterator[None]:
-        """A server on this host reads while weights are made: threads that wait for each other in every product lose more, by far,
-        than a second one gains where its core is busy."""
+        """A server on this host reads while weights are made: threads that wait for each other in every product lose
+        more, by far, than a second one gains where its core is busy."""
         threads = torch.get_num_threads()
         if self._way != "stream":
             torch.set_num_threads(max(1, threads // 2))
@@ -179,8 +184,8 @@ class DenseStream:
             self.seconds += made - started
             if not _is_finite(weight):
                 raise AdapterRejectedError(
-                    f"pushing weights: {name} comes to NaN or infinity in {str(self._dtype).removeprefix('torch.')}. Lower the "
-                    "learning rate, or clip gradients.",
+                    f"pushing weights: {name} comes to NaN or infinity in {str(self._dtype).removeprefix('torch.')}. "
+                    "Lower the learning rate, or clip gradients.",
                     module=name.rpartition(".")[0],
                 )
             if self._takes_digests:

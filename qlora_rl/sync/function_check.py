@@ -257,17 +257,17 @@ class FunctionCheck:
             advice = "Load the model with attn_implementation='eager', or find what replaces its layers"
         else:
             advice = (
-                "Use a model that it computes as transformers does, or an engine with a shorter vllm_max_model_length if "
-                "only long sequences differ"
+                "Use a model that it computes as transformers does, or an engine with a shorter vllm_max_model_length "
+                "if only long sequences differ"
             )
         side = self._engine.capabilities().name if first.odd == "engine" else "The trainer"
         other = "trainer" if first.odd == "engine" else "engine"
         way_on = "; or pass on_mismatch='warn' to go on" if self._on_mismatch else ""
         return (
             f"comparing what trainer and engine compute: the weights are equal, and the {first.odd}'s logprobs are "
-            f"{far:.2g} (scaled) from the trainer's own float32 forward pass {where}, the {other}'s {near:.2g}, which is "
-            f"rounding. {side} computes model_type={config.model_type!r} in another way than its config says (positions, "
-            f"a window, a softcap, an activation). {advice}{way_on}."
+            f"{far:.2g} (scaled) from the trainer's own float32 forward pass {where}, the {other}'s {near:.2g}, which "
+            f"is rounding. {side} computes model_type={config.model_type!r} in another way than its config says "
+            f"(positions, a window, a softcap, an activation). {advice}{way_on}."
         )
 
 

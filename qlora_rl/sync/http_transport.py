@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 class HttpTransport:
-    """Packs the adapter and hands the bytes to the engine, which sends them; keeps the two newest versions to take one back.
+    """Packs the adapter and hands the bytes to the engine, which sends them; keeps the two newest versions to take one
+    back.
 
     Args:
         name: "http", or "object_store" where the engine puts them into Ray's.

@@ -35,9 +35,9 @@ class _Placed:
 class InPlaceTransport:
     """One batched copy into buffers that the engine multiplies with; no file on the way.
 
-    Two slots take turns: one serves, the other is written, so the version before stays whole until it is overwritten, two
-    pushes later. A verified version is also written to a directory by a background thread, from which an engine that must be
-    rebuilt loads it.
+    Two slots take turns: one serves, the other is written, so the version before stays whole until it is overwritten,
+    two pushes later. A verified version is also written to a directory by a background thread, from which an engine
+    that must be rebuilt loads it.
 
     Args:
         root: parent directory of these directories.
@@ -101,7 +101,8 @@ class InPlaceTransport:
             self.store.withdraw(newest.directory)
 
     def before(self) -> tuple[int, Mapping[str, torch.Tensor]] | None:
-        """The version before the newest, and its tensors (views of its slot); `None` where there is none, or it was not kept."""
+        """The version before the newest, and its tensors (views of its slot); `None` where there is none, or it was not
+        kept."""
         placed = self._live.before
         if placed is None:
             return None
@@ -189,8 +190,9 @@ class InPlaceTransport:
 def _copied(place: torch.Tensor) -> torch.Tensor:
     """A copy on the CPU, made without torch's threads.
 
-    A copy of torch's would give this thread a pool of OpenMP threads of its own. With more of them than cores, GNU's library lets all
-    threads of the process sleep between two operators instead of waiting awake, and every rollout from then on takes up to twice as long.
+    A copy of torch's would give this thread a pool of OpenMP threads of its own. With more of them than cores, GNU's
+    library lets all threads of the process sleep between two operators instead of waiting awake, and every rollout from
+    then on takes up to twice as long.
     """
     held = place.detach()
     if not held.is_cpu:

@@ -1,10 +1,10 @@
 """`MismatchDebugger`: rollouts are further from the trainer's policy than rounding explains. Which policy sampled them?
 
-First what can be verified: the engine must hold the live adapter, byte for byte, and both bases must be what they were at the
-start. Then what can be tried: the same tokens are scored again under what the engine may have multiplied with instead (alpha wrong by
-a factor, the version before, no adapter, one layer lost, another temperature). The one under which the distance falls to noise
-is the cause. Where none explains it, the trainer scores the tokens in float32, which tells rounding from another
-function (`sync/function_check.py`).
+First what can be verified: the engine must hold the live adapter, byte for byte, and both bases must be what they were
+at the start. Then what can be tried: the same tokens are scored again under what the engine may have multiplied with
+instead (alpha wrong by a factor, the version before, no adapter, one layer lost, another temperature). The one under
+which the distance falls to noise is the cause. Where none explains it, the trainer scores the tokens in float32, which
+tells rounding from another function (`sync/function_check.py`).
 
 Shape letters: T sampled tokens of one completion, V vocabulary, R rank, O out-features.
 """
@@ -48,9 +48,9 @@ _TEMPERATURES = (0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5, 2.0)
 _FEW = 64
 # Time for what is tried, each with a pass of its own; what does not fit, layers and modules first, is left out.
 _SECONDS = 60.0
-# An explanation must leave at most this share of the distance, and be nearer than the policy at so many more of the tokens than
-# half that chance would be that many standard deviations off. Every other adapter rounds differently: where a few tokens make
-# the distance, one of forty explanations is nearer in the mean by chance.
+# An explanation must leave at most this share of the distance, and be nearer than the policy at so many more of the
+# tokens than half that chance would be that many standard deviations off. Every other adapter rounds differently: where
+# a few tokens make the distance, one of forty explanations is nearer in the mean by chance.
 _EXPLAINED, _DEVIATIONS = 1 / 3, 4.0
 # Faults that were shown to be there, and not merely supposed.
 FAULTS = ("scale", "stale", "layer", "bare", "adapter", "base", "sampling", "function")
@@ -66,8 +66,8 @@ class Sampled:
         logprobs: those that the engine reported, `None` where it did not sample a token or has none.
         temperature: with which they were asked for.
         filters: what else shaped the distribution, such as "top_p=0.9".
-        images: what the model is given for the images of a prompt besides the ids, for each completion; what is [1, T] is one value for each of its
-            T tokens. Empty for prompts of text.
+        images: what the model is given for the images of a prompt besides the ids, for each completion; what is [1, T]
+            is one value for each of its T tokens. Empty for prompts of text.
         has_images: some prompts hold images, which are not here.
     """
 
@@ -89,8 +89,8 @@ class Diagnosis:
             "nan" (nothing can be compared).
         sentence: the cause, in words.
         module: the affected module, if there is one.
-        distance: mean scaled difference (fidelity.scaled_differences) of the tokens, scored again without dropout; NaN if that was not
-            needed.
+        distance: mean scaled difference (fidelity.scaled_differences) of the tokens, scored again without dropout; NaN
+            if that was not needed.
         is_verified: verified by bytes or fingerprints; otherwise it was tried, and should be found a second time.
     """
 
@@ -144,7 +144,8 @@ class MismatchDebugger:
         return replace(verified, is_verified=True) if verified else self._tried(sampled, limit)
 
     def _anywhere(self, look: Callable[[], Diagnosis | None]) -> Diagnosis | None:
-        """What any rank finds at its own engine. All ranks run the same checks in the same order, because the next steps are collective."""
+        """What any rank finds at its own engine. All ranks run the same checks in the same order, because the next
+        steps are collective."""
         try:
             found = look()
         except QloraRLError as error:  # the engine, or the live adapter, cannot even be asked
@@ -152,10 +153,12 @@ class MismatchDebugger:
         return next((each for each in ranks().gather(found, "examining the engine") if each), None)
 
     def rescore(self, sampled: Sampled) -> tuple[Sampled, float]:
-        """Have both sides score completions as they are now, whoever sampled them: no temperature, no filter, no dropout.
+        """Have both sides score completions as they are now, whoever sampled them: no temperature, no filter, no
+        dropout.
 
         Returns:
-            The completions, as far as the engine takes them, with its logprobs of now; and their mean scaled difference (NaN of none).
+            The completions, as far as the engine takes them, with its logprobs of now; and their mean scaled difference
+            (NaN of none).
         """
         longest = self.engine.capabilities().max_model_length - 1
         pairs = zip(sampled.prompts, sampled.completions, strict=True)
@@ -225,7 +228,10 @@ class MismatchDebugger:
     def _tried(self, sampled: Sampled, limit: float) -> Diagnosis:
         """Score the tokens under what may have sampled them."""
         if sampled.has_images:
-            said = "adapter and base are what they should be, byte for byte; completions of prompts with images are not scored again"
+            said = (
+                "adapter and base are what they should be, byte for byte; completions of prompts with images are "
+                "not scored again"
+            )
             return Diagnosis("unknown", said)
         started = time.monotonic()
         by_temperature = self._scaled(sampled, (sampled.temperature, *_TEMPERATURES))
@@ -253,7 +259,8 @@ class MismatchDebugger:
             if plain is not None and float(plain.mean()) <= now * _EXPLAINED:
                 return Diagnosis(
                     "dtype",
-                    f"without autocast to {str(self.autocast).removeprefix('torch.')} the trainer agrees: the two sides compute in different dtypes",
+                    f"without autocast to {str(self.autocast).removeprefix('torch.')} the trainer agrees: the two "
+                    "sides compute in different dtypes",
                     distance=now,
                 )
         return self._rounded(sampled, limit, now)
@@ -270,7 +277,10 @@ class MismatchDebugger:
             apart = self._from_float32(sampled)
         except NotComparedError as error:
             return Diagnosis("unknown", f"{self._guess(sampled, limit)}; {error}", distance=now)
-        said = f"the engine is {apart.engine:.2g} (scaled) from the trainer's own float32 pass, the trainer {apart.trainer:.2g}"
+        said = (
+            f"the engine is {apart.engine:.2g} (scaled) from the trainer's own float32 pass, the trainer "
+            f"{apart.trainer:.2g}"
+        )
         if not apart.odd:
             return Diagnosis("noise", f"{said}: rounding is as large as that for this model", distance=now)
         return Diagnosis("function", f"{self._guess(sampled, limit)}; {said}", distance=now)
@@ -297,7 +307,10 @@ class MismatchDebugger:
         said = "the engine applies no adapter: it samples from the bare base"
         suspects = [(nothing, Diagnosis("bare", said, distance=now))]
         if (before := self.strategy.before()) is not None:
-            said = f"the tokens were sampled by version {before[0]}, which is not the newest: the engine still uses an old one"
+            said = (
+                f"the tokens were sampled by version {before[0]}, which is not the newest: the engine still uses "
+                "an old one"
+            )
             suspects.append((before[1], Diagnosis("stale", said, distance=now)))
         suspects += [
             ({name: live[name] * factor for name in b_names}, Diagnosis("scale", _of_scale(factor), distance=now))
@@ -335,15 +348,16 @@ class MismatchDebugger:
             return f"{names}: the engine's probabilities include it, the trainer's do not"
         if not any(sampled.images) and self.rescore(sampled)[1] <= limit:
             return (
-                "the engine scores these tokens as the trainer does, and reported other probabilities when it sampled them: a filter of the "
-                "sampling (top_p, top_k, a penalty), or a cache of an older version"
+                "the engine scores these tokens as the trainer does, and reported other probabilities when it sampled "
+                "them: a filter of the sampling (top_p, top_k, a penalty), or a cache of an older version"
             )
         return "adapter and base are right: the two sides compute different functions of them, or in different dtypes"
 
     # --- the trainer's side -----------------------------------------------------------------------------------------
 
     def _without_autocast(self, sampled: Sampled) -> torch.Tensor | None:
-        """Scaled differences without it; `None` where the model does not run so (IA3's float32 vectors in 16-bit attention)."""
+        """Scaled differences without it; `None` where the model does not run so (IA3's float32 vectors in 16-bit
+        attention)."""
         try:
             return self._scaled(sampled, (sampled.temperature,), autocast=False)[sampled.temperature]
         except RuntimeError as error:
@@ -353,7 +367,8 @@ class MismatchDebugger:
     def _scaled(
         self, sampled: Sampled, temperatures: Sequence[float], *, autocast: bool = True
     ) -> dict[float, torch.Tensor]:
-        """Scaled difference of the trainer's logprob of every sampled token, at each temperature, from the one that was reported."""
+        """Scaled difference of the trainer's logprob of every sampled token, at each temperature, from the one that was
+        reported."""
         ours, theirs = self._logprobs(sampled, temperatures, autocast=autocast)
         return {t: scaled_differences(rows - theirs, theirs) for t, rows in ours.items()}
 
@@ -395,7 +410,8 @@ class MismatchDebugger:
         return adapter.bundle()
 
     def _factors(self) -> list[float]:
-        """Factors by which alpha may be wrong: small powers of two; the scale itself, which is left out or applied twice."""
+        """Factors by which alpha may be wrong: small powers of two; the scale itself, which is left out or applied
+        twice."""
         layers = InspectedAdapter(self.model, active_adapter(self.model)).layers
         scales = {float(s) for layer in layers.values() for s in layer.scaling.values()} - {0.0, 1.0}
         own = [f for s in sorted(scales)[:2] for f in (s, 1 / s)]
@@ -403,7 +419,8 @@ class MismatchDebugger:
 
     @contextlib.contextmanager
     def _exchanged(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """The model with these matrices (canonical: the scale is folded into B) in the place of its own; then as it was."""
+        """The model with these matrices (canonical: the scale is folded into B) in the place of its own; then as it
+        was."""
         adapter = active_adapter(self.model)
         layers = InspectedAdapter(self.model, adapter).layers
         own: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
@@ -475,12 +492,15 @@ def _layer_of(name: str) -> str:
 
 def _of_scale(factor: float) -> str:
     return (
-        f"the engine applies the adapter {factor:g} times as strongly as the trainer: lora_alpha, or the scale that is made of it, is "
-        "wrong by this factor"
+        f"the engine applies the adapter {factor:g} times as strongly as the trainer: lora_alpha, or the scale that is "
+        "made of it, is wrong by this factor"
     )
 
 
 def _of_temperature(found: float, asked: float) -> str:
     if found == 1.0:
-        return f"the engine reports raw logprobs, without the temperature={asked:g} (vLLM's logprobs_mode), or samples at 1"
+        return (
+            f"the engine reports raw logprobs, without the temperature={asked:g} (vLLM's logprobs_mode), or "
+            "samples at 1"
+        )
     return f"the engine samples at temperature={found:g}, and was asked for {asked:g}"

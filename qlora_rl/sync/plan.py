@@ -26,9 +26,11 @@ BYTE_WAYS = {
 # How full weights are sent, as the end of a sentence.
 DENSE_WAYS = {
     "stream": "streamed into an engine on the baked base, in this process",
-    "directory": "written into a directory that the server on the baked base sees too, which loads it when all is there",
+    "directory": "written into a directory that the server on the baked base sees too, which loads it when all is "
+    "there",
     "http": "sent in requests to a server on the baked base, which loads it when all is there",
-    "object_store": "sent through Ray's object store, in parts, to actors on the baked base, which load it when all is there",
+    "object_store": "sent through Ray's object store, in parts, to actors on the baked base, which load it when all is "
+    "there",
 }
 
 
@@ -74,7 +76,8 @@ def plan_sync(
     Raises:
         BaseMismatchError: an adapter is nothing without its base, and the engine holds another one.
         AdapterRejectedError: the adapter cannot be synced as `wish` says; names every reason and the way out.
-        ConfigConflictError: an unknown wish, an engine without LoRA, or one that cannot take full weights where they are needed.
+        ConfigConflictError: an unknown wish, an engine without LoRA, or one that cannot take full weights where they
+            are needed.
     """
     if wish not in WISHES:
         raise ConfigConflictError(f"planning the sync: sync={wish!r} is not one of {WISHES}. Use 'auto'.")
@@ -90,18 +93,20 @@ def plan_sync(
         return _dense(verdict, capabilities, diff, allow_base_mismatch)
     if capabilities is not None and not capabilities.takes_adapters:
         raise ConfigConflictError(
-            f"planning the sync: {capabilities.name} was started without LoRA. Start it with max_lora_rank={verdict.rank}."
+            f"planning the sync: {capabilities.name} was started without LoRA. Start it with "
+            f"max_lora_rank={verdict.rank}."
         )
     if capabilities is not None and verdict.rank > capabilities.max_lora_rank:
         raise ConfigConflictError(
-            f"planning the sync: rank={verdict.rank} > max_lora_rank={capabilities.max_lora_rank} of {capabilities.name}. "
-            f"Start the engine with max_lora_rank={verdict.rank}."
+            f"planning the sync: rank={verdict.rank} > max_lora_rank={capabilities.max_lora_rank} of "
+            f"{capabilities.name}. Start the engine with max_lora_rank={verdict.rank}."
         )
     if capabilities is not None and verdict.on_experts and not capabilities.adapts_experts:
         raise ConfigConflictError(
-            f"planning the sync: the adapter is also on experts of a mixture, and {capabilities.name} does not serve that: vLLM's own kernels for "
-            "experts take no adapter here, those for 4-bit experts do on a CPU. Adapt the attention alone (target_modules="
-            f"{list(ATTENTION)}), or sample on a CPU with prepare_base(..., quantize_experts=True)."
+            f"planning the sync: the adapter is also on experts of a mixture, and {capabilities.name} does not serve "
+            "that: vLLM's own kernels for experts take no adapter here, those for 4-bit experts do on a CPU. Adapt the "
+            f"attention alone (target_modules={list(ATTENTION)}), or sample on a CPU with prepare_base(..., "
+            "quantize_experts=True)."
         )
     reasons = [f"The adapter is plain LoRA of rank {verdict.rank}: only the adapter is synced."]
     transport = "directory"
@@ -124,10 +129,11 @@ def _dense(
     reasons = list(verdict.reasons or ("sync='weights' was asked for; the adapter alone would be exact and smaller.",))
     if capabilities is not None and not capabilities.takes_dense:
         raise collected(
-            f"planning the sync: this adapter can be synced as full weights only, and {capabilities.name} cannot take them: a 4-bit base "
-            "would read them as packed codes, a mixture of experts keeps its own in an order of vLLM's, and a server takes them only without LoRA. Serve the baked base without LoRA, "
-            "LocalEngine(bake_base(base), max_lora_rank=0) or `qlora-rl serve BAKED --max-lora-rank 0`, or pass rollout='colocate' "
-            "or 'server', which do this automatically",
+            f"planning the sync: this adapter can be synced as full weights only, and {capabilities.name} cannot take "
+            "them: a 4-bit base would read them as packed codes, a mixture of experts keeps its own in an order of "
+            "vLLM's, and a server takes them only without LoRA. Serve the baked base without LoRA, "
+            "LocalEngine(bake_base(base), max_lora_rank=0) or `qlora-rl serve BAKED --max-lora-rank 0`, or pass "
+            "rollout='colocate' or 'server', which do this automatically",
             reasons,
             ConfigConflictError,
         )

@@ -23,7 +23,8 @@ _LONGEST_S = 0.1
 
 
 class SharedBase:
-    """Sums over the base of a borrowed model, slice by slice, from the time when it was verified; and no merging into it.
+    """Sums over the base of a borrowed model, slice by slice, from the time when it was verified; and no merging into
+    it.
 
     Args:
         model: a PeftModel on a model of `borrow_base`; only read.
@@ -79,9 +80,10 @@ class SharedBase:
         if found[0] == known[0] and found != known:
             name = plain_name(self._slices[number][0])
             raise BaseMismatchError(
-                f"looking at the shared base: {name} has changed in memory since it was verified. Something has written to it (code of "
-                "your own, or load_state_dict); trainer and engine both compute with it, so no comparison of them notices. Resume from "
-                "the last checkpoint, and pass share_base=False if the base has to be written to."
+                f"looking at the shared base: {name} has changed in memory since it was verified. Something has "
+                "written to it (code of your own, or load_state_dict); trainer and engine both compute with it, so no "
+                "comparison of them notices. Resume from the last checkpoint, and pass share_base=False if the base "
+                "has to be written to."
             )
 
     @torch.no_grad()
@@ -129,6 +131,7 @@ def _parts(parameter: torch.Tensor) -> list[torch.Tensor]:
 
 def _reject(*_: Any, **__: Any) -> NoReturn:
     raise CannotShareError(
-        "merging the adapter: the base is shared with the engine. Merged it would be another one than the engine's, or, where PEFT writes in "
-        "place, change the engine's own. Use `qlora-rl export`, or merge after the trainer was closed."
+        "merging the adapter: the base is shared with the engine. Merged it would be another one than the engine's, "
+        "or, where PEFT writes in place, change the engine's own. Use `qlora-rl export`, or merge after the trainer "
+        "was closed."
     )

@@ -59,9 +59,10 @@ class AdapterSync:
         Raises:
             AdapterRejectedError: the live adapter is no longer plain LoRA, or holds NaN; the old version serves.
             SyncError: it did not arrive; the old version serves, and the push can be repeated.
-            CanaryError: it arrived, but the engine does not multiply with it; the old version serves again (the bare base, if it was the first).
-            BaseMismatchError: the base is shared, and was written to, which a slice that is looked at shows, or all of it where the canary
-                fails; the old version serves.
+            CanaryError: it arrived, but the engine does not multiply with it; the old version serves again (the bare
+                base, if it was the first).
+            BaseMismatchError: the base is shared, and was written to, which a slice that is looked at shows, or all of
+                it where the canary fails; the old version serves.
         """
         if self.shared is not None:
             self.shared.look()
@@ -106,8 +107,9 @@ class AdapterSync:
     def _probe(self, version: int) -> None:
         """Have the engine serve a probe as `version`, check its effect, and take it back; if the canary asks for one.
 
-        Only where nothing samples from the engine's adapter or reads what is delivered, and taking back is no new load: while it serves
-        the bare base, and between slots that are written in place. If the probe fails, `push` takes it back.
+        Only where nothing samples from the engine's adapter or reads what is delivered, and taking back is no new load:
+        while it serves the bare base, and between slots that are written in place. If the probe fails, `push` takes it
+        back.
         """
         is_free = self.engine.version == 0 and not getattr(self.transport, "has_readers", False)
         is_free = is_free or getattr(self.transport, "keeps_before", False)

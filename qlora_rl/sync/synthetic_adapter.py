@@ -1,8 +1,9 @@
-"""`Probe`: a large synthetic adapter, pushed briefly like the policy's; its effect shows that the engine applies adapters.
+"""`Probe`: a large synthetic adapter, pushed briefly like the policy's; its effect shows that the engine applies
+adapters.
 
-A policy's adapter does next to nothing in its first steps: one step at a learning rate of 1e-5 changes logprobs by less than 16-bit
-rounding does, and an engine that leaves it out looks like one that applies it. The probe goes into the same places, through the same
-transport and the same layers, and changes logprobs by several times the canary's threshold.
+A policy's adapter does next to nothing in its first steps: one step at a learning rate of 1e-5 changes logprobs by less
+than 16-bit rounding does, and an engine that leaves it out looks like one that applies it. The probe goes into the same
+places, through the same transport and the same layers, and changes logprobs by several times the canary's threshold.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Probe:
         self._bundle: AdapterBundle | None = None
 
     def bundle(self) -> AdapterBundle:
-        """In canonical form (CPU tensors), rounded to the engine's dtype; zero where a module's own rank leaves room."""
+        """In canonical form (CPU tensors), rounded to the engine's dtype; zero where a module's own rank leaves
+        room."""
         if self._bundle is None:
             generator = torch.Generator().manual_seed(0)
             ranks = dict(self.shape)

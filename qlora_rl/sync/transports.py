@@ -58,7 +58,8 @@ class DirectoryTransport:
         """Nothing to do: it is already on disk."""
 
     def revoke(self, engine: RolloutEngine) -> None:
-        """Have the engine serve the version before the newest (the bare base before the first), and remove the newest."""
+        """Have the engine serve the version before the newest (the bare base before the first), and remove the
+        newest."""
         newest, _ = self._live.newest
         self._live = self._live.without_newest()  # also where this fails: the newest must not serve again
         try:

@@ -19,7 +19,8 @@ BUCKET_BYTES = 64 * 2**20
 class BroadcastTransfer:
     """Rank 0 sends, rank 1 receives. Each join creates a new group, in addition to those that the processes have.
 
-    Tensors are sent in buckets: two numbers, a header (names, dtypes, shapes), the bytes. An empty bucket ends a version.
+    Tensors are sent in buckets: two numbers, a header (names, dtypes, shapes), the bytes. An empty bucket ends a
+    version.
 
     Args:
         address: of the sender's host, as the receiver sees it.
@@ -71,8 +72,8 @@ class BroadcastTransfer:
             self._store = self._open_store(offer["port"], is_master=False)
         except RuntimeError as error:
             raise SyncError(
-                f"opening a broadcast: {self.address}:{offer['port']} cannot be reached: {error}. Give both sides the address of the "
-                "sender's host, and a port= that is open."
+                f"opening a broadcast: {self.address}:{offer['port']} cannot be reached: {error}. Give both sides the "
+                "address of the sender's host, and a port= that is open."
             ) from error
 
     def send(self, version: int, parts: Iterable[Part], announce: Announce) -> Callable[[], Any]:

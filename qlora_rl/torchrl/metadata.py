@@ -20,8 +20,8 @@ def get_model_metadata(
 ) -> dict[str, tuple[torch.dtype, torch.Size]]:
     """Name, dtype and shape of everything that a push of this policy carries.
 
-    Plain LoRA: A [R, I] and B [O, R] of each module, in canonical form. What only full weights can carry: every weight of the policy,
-    for which each of them is made once.
+    Plain LoRA: A [R, I] and B [O, R] of each module, in canonical form. What only full weights can carry: every weight
+    of the policy, for which each of them is made once.
 
     Args:
         model: the live PeftModel; only read.

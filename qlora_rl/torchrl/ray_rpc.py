@@ -45,7 +45,8 @@ class RayRPC:
 
 
 class Mailbox:
-    """Runs as an actor. Messages stay until a later one is asked for: one that a killed reader had asked for is not lost."""
+    """Runs as an actor. Messages stay until a later one is asked for: one that a killed reader had asked for is not
+    lost."""
 
     def __init__(self) -> None:
         self._kept: dict[str, list[tuple[int, bytes]]] = {"sender": [], "receiver": []}

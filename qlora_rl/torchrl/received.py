@@ -46,8 +46,8 @@ def checked(parts: Iterator[tuple[str, torch.Tensor]], agreed: md.Metadata) -> I
         if missing.pop(name, None) != (tensor.dtype, tensor.shape):
             found = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
             raise SyncError(
-                f"receiving weights: {name} ({found}) is not what both sides agreed on, or comes twice. Call init_all_workers_group() "
-                "again after changing the adapter.",
+                f"receiving weights: {name} ({found}) is not what both sides agreed on, or comes twice. Call "
+                "init_all_workers_group() again after changing the adapter.",
                 module=name.rpartition(".")[0],
             )
         yield name, tensor

@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 class AdapterReceiver:
     """Answers a sender's requests to an engine, and applies its pushes. Created by `AdapterSyncScheme.create_receiver`.
 
-    A version is on trial until the sender has verified it. If the sender is lost before that, the previous version serves again.
+    A version is on trial until the sender has verified it. If the sender is lost before that, the previous version
+    serves again.
 
     Attributes:
         version: the newest that was verified; 0 before the first.
@@ -84,8 +85,8 @@ class AdapterReceiver:
             True exactly when a version was applied and verified since the last call.
 
         Raises:
-            PeerLostError: the sender was lost in the middle of a push; names the stage. The version before serves, and the next sender is
-                waited for by the next call.
+            PeerLostError: the sender was lost in the middle of a push; names the stage. The version before serves, and
+                the next sender is waited for by the next call.
         """
         if self._channel is None:
             raise SyncError("polling: there is no channel yet. Call init_all_workers_group() first.")
@@ -97,7 +98,8 @@ class AdapterReceiver:
             return is_new
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
-        """Serve an adapter that did not come from a sender, as the next version; it is not verified, and no poll reports it.
+        """Serve an adapter that did not come from a sender, as the next version; it is not verified, and no poll
+        reports it.
 
         Args:
             weights: an `AdapterBundle`, or its tensors by canonical name, of the metadata that was agreed on.
@@ -199,7 +201,8 @@ class AdapterReceiver:
         proposed = md.from_json(question.content["metadata"])
         if self._asked_for is not None and (differs := md.difference(self._asked_for, proposed)):
             raise ConfigConflictError(
-                f"agreeing on metadata: {differs}, at the sender. Give both sides get_model_metadata of one model and dtype, or none."
+                f"agreeing on metadata: {differs}, at the sender. Give both sides get_model_metadata of one model and "
+                "dtype, or none."
             )
         self._scheme.transfer.accept(question.content["offer"])
         self._agreed = proposed

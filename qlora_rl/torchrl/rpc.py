@@ -44,7 +44,8 @@ class RPCLayer(Protocol):
     """Opens both ends."""
 
     def connect(self, timeout_s: float) -> Channel:
-        """The sender's end; OSError where no receiver is there in time. May be called again when a channel has failed."""
+        """The sender's end; OSError where no receiver is there in time. May be called again when a channel has
+        failed."""
         ...
 
     def listen(self) -> Channel:
@@ -74,7 +75,8 @@ class InProcessRPC:
         return _Queues(self.to_sender, self.to_receiver, None)
 
     def serve_in_turn(self, turn: Callable[[], None] | None) -> None:
-        """`turn` serves what was sent, called in the sender's thread while it waits; `None` when the receiver leaves."""
+        """`turn` serves what was sent, called in the sender's thread while it waits; `None` when the receiver
+        leaves."""
         self.turn = turn
 
 
@@ -100,10 +102,12 @@ class _Queues:
 class MultiprocessingRPC:
     """Two processes of one host over `multiprocessing.connection`; the receiver listens, senders come and go.
 
-    Messages are bytes: nothing is unpickled. Make it once and hand it to both processes, or give both the same arguments.
+    Messages are bytes: nothing is unpickled. Make it once and hand it to both processes, or give both the same
+    arguments.
 
     Args:
-        address: a path of a socket, or (host, port); by default a path in a new directory that only this user can enter.
+        address: a path of a socket, or (host, port); by default a path in a new directory that only this user can
+            enter.
         authkey: both sides authenticate with it; by default a random one.
     """
 
@@ -120,7 +124,8 @@ class MultiprocessingRPC:
                 return _Connected(Client(self.address, authkey=self.authkey))
             except AuthenticationError as error:
                 raise AccessDeniedError(
-                    f"connecting to {self.address}: the receiver there has another authkey. Give both sides one: authkey=."
+                    f"connecting to {self.address}: the receiver there has another authkey. Give both sides one: "
+                    "authkey=."
                 ) from error
             except (OSError, EOFError) as error:
                 if time.monotonic() > deadline:
@@ -151,7 +156,8 @@ class _Connected:
         self._limit(socket.SO_RCVTIMEO, PARTIAL_S)
 
     def send(self, message: bytes, timeout_s: float) -> None:
-        # The kernel takes a socket's bytes only as fast as the other side reads them: a silent one must not hold us for ever.
+        # The kernel takes a socket's bytes only as fast as the other side reads them: a silent one must not hold us for
+        # ever.
         self._limit(socket.SO_SNDTIMEO, timeout_s)
         self._connection.send_bytes(message)
 

@@ -25,8 +25,8 @@ except ImportError as error:
 class AdapterSyncScheme(WeightSyncScheme):
     """What both sides are made from: hand it to both processes.
 
-    Two ways to use it. As TorchRL's schemes for LLM engines: `create_sender`, `create_receiver`. Or as a collector or an inference server
-    does it: `init_on_sender` / `init_on_receiver`, `connect`, `send`, `receive`.
+    Two ways to use it. As TorchRL's schemes for LLM engines: `create_sender`, `create_receiver`. Or as a collector or
+    an inference server does it: `init_on_sender` / `init_on_receiver`, `connect`, `send`, `receive`.
 
     Args:
         rpc: how the sides talk; by default within one process.
@@ -54,7 +54,8 @@ class AdapterSyncScheme(WeightSyncScheme):
         self.transfer = transfer or BodyTransfer()
         if isinstance(self.rpc, InProcessRPC) and getattr(self.transfer, "is_collective", False):
             raise ConfigConflictError(
-                f"making a scheme: InProcessRPC and {self.transfer.name!r}: a collective needs two processes. Use BodyTransfer()."
+                f"making a scheme: InProcessRPC and {self.transfer.name!r}: a collective needs two processes. Use "
+                "BodyTransfer()."
             )
         self.sync, self.timeout_s, self.canary_every = sync, timeout_s, canary_every
         self.autocast, self.allow_base_mismatch = autocast, allow_base_mismatch
@@ -112,7 +113,8 @@ class AdapterSyncScheme(WeightSyncScheme):
             timeout: seconds; the scheme's time limit where it is left out.
 
         Returns:
-            The adapter's tensors, or `None` when nothing was applied. A collector or server in which this happens counts the version.
+            The adapter's tensors, or `None` when nothing was applied. A collector or server in which this happens
+            counts the version.
         """
         if not self.synchronized_on_receiver:
             raise ConfigConflictError(
@@ -164,6 +166,7 @@ def _engine_of(policy: Any) -> RolloutEngine:
     found = policy if hasattr(policy, "load_adapter") else getattr(policy, "engine", None)
     if not hasattr(found, "load_adapter"):
         raise ConfigConflictError(
-            f"receiving weights: {type(policy).__name__} is not an engine of qlora_rl and has none as its `engine`. Pass model=LocalEngine(...)."
+            f"receiving weights: {type(policy).__name__} is not an engine of qlora_rl and has none as its `engine`. "
+            "Pass model=LocalEngine(...)."
         )
     return found

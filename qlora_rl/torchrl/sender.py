@@ -60,9 +60,10 @@ class AdapterSender:
 
         Args:
             collector: of this process, such as `LLMCollector`.
-            push_after_batch: as its `post_collect_hook`, behind one that is there already. It is called before the batch is handed out, so
-                that what the batch teaches is pushed behind the next one. Pass False, and call `update_weights` after each optimizer
-                step, to sample every batch with the newest policy; versions are counted all the same.
+            push_after_batch: as its `post_collect_hook`, behind one that is there already. It is called before the
+                batch is handed out, so that what the batch teaches is pushed behind the next one. Pass False, and call
+                `update_weights` after each optimizer step, to sample every batch with the newest policy; versions are
+                counted all the same.
         """
         self._collectors.append(collector)
         if not push_after_batch:
@@ -86,7 +87,8 @@ class AdapterSender:
             model_metadata: of `get_model_metadata`; made of the registered model where it is left out.
 
         Raises:
-            BaseMismatchError, AdapterRejectedError, ConfigConflictError: the two do not fit; raised in the receiver too.
+            BaseMismatchError, AdapterRejectedError, ConfigConflictError: the two do not fit; raised in the receiver
+                too.
             PeerLostError: there is no receiver within the time limit.
         """
         self._metadata = model_metadata
@@ -98,18 +100,20 @@ class AdapterSender:
         """Push the registered model as the next version; returns when the receiver serves it and that was verified.
 
         Args:
-            weights: the registered model itself, or nothing. The live policy is what is verified: other tensors are rejected.
+            weights: the registered model itself, or nothing. The live policy is what is verified: other tensors are
+                rejected.
 
         Raises:
-            PeerLostError: the receiver is gone, or silent for longer than the time limit; names the stage. The push can be repeated: a
-                restarted receiver is joined again first.
+            PeerLostError: the receiver is gone, or silent for longer than the time limit; names the stage. The push can
+                be repeated: a restarted receiver is joined again first.
             AdapterRejectedError, SyncError, CanaryError: as a push without TorchRL; the version before still serves.
         """
         model = self._model()
         if weights is not None and policy_of(weights) is not model:
             raise ConfigConflictError(
-                f"updating weights: {type(weights).__name__} is not the registered model, against which a push is verified. Register the "
-                "model that is trained and call update_weights(), or hand tensors to the receiver's apply_weights()."
+                f"updating weights: {type(weights).__name__} is not the registered model, against which a push is "
+                "verified. Register the model that is trained and call update_weights(), or hand tensors to the "
+                "receiver's apply_weights()."
             )
         self._meet()
         try:
@@ -135,7 +139,8 @@ class AdapterSender:
         model = None if self._model_ref is None else self._model_ref()
         if model is None:
             raise ConfigConflictError(
-                "updating weights: no model is registered, or it is gone (only a weak reference is held). Call register_model(model)."
+                "updating weights: no model is registered, or it is gone (only a weak reference is held). Call "
+                "register_model(model)."
             )
         return model
 
@@ -269,7 +274,7 @@ def policy_of(model: Any) -> Any:
         found = found.model
     if not hasattr(found, "peft_config"):
         raise ConfigConflictError(
-            f"registering a model: {type(model).__name__} is not a PeftModel and has none as its `model`. Register the PeftModel that is "
-            "trained."
+            f"registering a model: {type(model).__name__} is not a PeftModel and has none as its `model`. Register the "
+            "PeftModel that is trained."
         )
     return found

@@ -17,7 +17,8 @@ _LOCK = threading.Lock()
 class TorchDistributedRPC:
     """Both processes are workers of one RPC world, and stay so: a worker that was killed cannot rejoin it.
 
-    After a loss both sides leave with `rpc.shutdown(graceful=False)`, call `init_rpc` again, and create their ends again.
+    After a loss both sides leave with `rpc.shutdown(graceful=False)`, call `init_rpc` again, and create their ends
+    again.
 
     Args:
         sender: the name with which the trainer's process has called `init_rpc`.

@@ -23,7 +23,8 @@ from qlora_rl.errors import SyncError
 from qlora_rl.locks import claim, let_go, new_directory
 
 Part = tuple[str, torch.Tensor]
-# Tells the receiver: a ticket of JSON values and, where wanted, bytes. Returns what waits until the receiver has taken them.
+# Tells the receiver: a ticket of JSON values and, where wanted, bytes. Returns what waits until the receiver has taken
+# them.
 Announce = Callable[..., Callable[[], Any]]
 
 SHARD_BYTES = 256 * 2**20
@@ -104,8 +105,8 @@ class Published:
 class DirectoryTransfer:
     """Two buffers in a directory that both sides see, written in turns, and a marker that names the one to read.
 
-    The marker is replaced in one step when a buffer is whole, and holds the digest of each of its files: what a reader gets is one
-    version as it was written, or it is read again. Readers need not be known to the writer.
+    The marker is replaced in one step when a buffer is whole, and holds the digest of each of its files: what a reader
+    gets is one version as it was written, or it is read again. Readers need not be known to the writer.
 
     Args:
         root: the directory; by default a new one on tmpfs, which goes with the sender's `close`.
@@ -172,7 +173,8 @@ class DirectoryTransfer:
             os.replace(staged, self.root / MARKER)
         except OSError as error:
             raise SyncError(
-                f"writing version={version} at {self.root}: {error}. Free space there, or give both sides another root=."
+                f"writing version={version} at {self.root}: {error}. Free space there, or give both sides another "
+                "root=."
             ) from error
 
     def read(self, after: int = 0) -> Published | None:

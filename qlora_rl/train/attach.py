@@ -142,9 +142,10 @@ def attach(
         with attach(trainer):
             trainer.train()
 
-    Its base is written down with its own bytes and loaded by the engine; the base verification, the canary and the measurement (TRL's log,
-    names `qlora_rl/…`) are those of `QLoRAGRPOTrainer`. Its config is not changed; its LoRA weights stay in the dtype that TRL
-    gave them. While it is attached, the trainer's class is a subclass of its own; `close()` undoes that.
+    Its base is written down with its own bytes and loaded by the engine; the base verification, the canary and the
+    measurement (TRL's log, names `qlora_rl/…`) are those of `QLoRAGRPOTrainer`. Its config is not changed; its LoRA
+    weights stay in the dtype that TRL gave them. While it is attached, the trainer's class is a subclass of its own;
+    `close()` undoes that.
 
     In several processes each of them attaches to its own trainer, and `push` is called by all.
 
@@ -166,8 +167,9 @@ def attach(
     check_processes(trainer.args, "attaching to a trainer")
     if sharding_of(trainer.args) == "fsdp1" and trainer.args.save_strategy != "no":
         raise NotYetSupportedError(
-            "attaching to a trainer: transformers' own checkpoints under FSDP1, which end in a crash of torch's with a 4-bit base. Set "
-            "save_strategy='no' and call trainer.save_model(), or use QLoRAGRPOTrainer, whose checkpoints work under FSDP1, too."
+            "attaching to a trainer: transformers' own checkpoints under FSDP1, which end in a crash of torch's with a "
+            "4-bit base. Set save_strategy='no' and call trainer.save_model(), or use QLoRAGRPOTrainer, whose "
+            "checkpoints work under FSDP1, too."
         )
     with join(trainer.args.ddp_timeout).one_outcome("attaching to a trainer"):
         model = trainer.accelerator.unwrap_model(trainer.model)
@@ -221,8 +223,8 @@ def _base(model: Any, trainer: Any, rollout: Any) -> PreparedBase:
     settings.check_sampling(args, rollout)
     if is_sharded(model):
         raise NotYetSupportedError(
-            f"attaching to a trainer: its model is split over {ranks().size} processes already, and its base can no longer be written down. Attach "
-            "before train(); under ZeRO-3 load the model before its config is made."
+            f"attaching to a trainer: its model is split over {ranks().size} processes already, and its base can no "
+            "longer be written down. Attach before train(); under ZeRO-3 load the model before its config is made."
         )
     if isinstance(rollout, str) and (rollout != "colocate" or args.vllm_tensor_parallel_size > 1):
         asks = {name: getattr(trainer, name, None) for name in ("tools", "rollout_func")}
@@ -253,8 +255,8 @@ def _check(trainer: Any, canary_every: int) -> None:
         raise ConfigConflictError(f"{doing}: canary_every={canary_every} < 0. Use 0 for none.")
     if not isinstance(trainer, GRPOTrainer | RLOOTrainer):
         raise ConfigConflictError(
-            f"{doing}: it is a {type(trainer).__name__}. GRPOTrainer and RLOOTrainer of TRL sample through a backend that can be set; "
-            "for others use the trainers of qlora_rl."
+            f"{doing}: it is a {type(trainer).__name__}. GRPOTrainer and RLOOTrainer of TRL sample through a backend "
+            "that can be set; for others use the trainers of qlora_rl."
         )
     if isinstance(trainer, MeasuredSteps):
         raise ConfigConflictError(
@@ -262,7 +264,8 @@ def _check(trainer: Any, canary_every: int) -> None:
         )
     if trainer.use_vllm:
         raise ConfigConflictError(
-            f"{doing}: it was built with use_vllm=True and has started or joined a vLLM of TRL's. Build it with use_vllm=False."
+            f"{doing}: it was built with use_vllm=True and has started or joined a vLLM of TRL's. Build it with "
+            "use_vllm=False."
         )
     if is_bare(trainer.model):
         raise ConfigConflictError(

@@ -39,37 +39,42 @@ class QLoRAGRPOTrainer(
     Args:
         model: prepared base, hub name, checkpoint directory, model object (4-bit ones are written down with their own
             bytes), or PeftModel (its adapter is trained on).
-        rollout: "colocate" (vLLM in this process), the URL of a server (`qlora-rl serve`), several URLs in a list (replicas),
-            "server" (one is started next to the trainer and stopped with it), "ray" (engine_options={"replicas": N} engines in
-            actors of a Ray cluster), or an engine object, which is not closed with it.
+        rollout: "colocate" (vLLM in this process), the URL of a server (`qlora-rl serve`), several URLs in a list
+            (replicas), "server" (one is started next to the trainer and stopped with it), "ray"
+            (engine_options={"replicas": N} engines in actors of a Ray cluster), or an engine object, which is not
+            closed with it.
         api_key_file: holds the key of that server; or set QLORA_RL_API_KEY.
-        sync: "lora_adapter"; "weights" (dense weights, to an engine on the baked base, for any adapter that is a change of weights);
-            "auto": the first where the adapter can be sent alone, otherwise the second. "weights" without any adapter trains all
-            weights of a base that is not 4-bit; the model is left in model/ of the run directory.
+        sync: "lora_adapter"; "weights" (dense weights, to an engine on the baked base, for any adapter that is a change
+            of weights); "auto": the first where the adapter can be sent alone, otherwise the second. "weights" without
+            any adapter trains all weights of a base that is not 4-bit; the model is left in model/ of the run
+            directory.
         adapter_dtype: of the trained LoRA weights. "float32" (default): small updates are not rounded away; under bf16
             autocast they are multiplied in bf16 as the engine does. "bfloat16" is what TRL does to 4-bit models.
-        engine_options: further arguments of LocalEngine (of RayFleet, start_server); they win over the `vllm_*` fields of `args`.
-        sync_dir: where adapter versions are written for the engine; by default tmpfs. With a server: its adapter directory, if this machine
-            sees it; otherwise adapters are sent in requests.
+        engine_options: further arguments of LocalEngine (of RayFleet, start_server); they win over the `vllm_*` fields
+            of `args`.
+        sync_dir: where adapter versions are written for the engine; by default tmpfs. With a server: its adapter
+            directory, if this machine sees it; otherwise adapters are sent in requests.
         existing_run: what to do when `args.output_dir` holds a run: `"reject"`, `"overwrite"`, `"continue"` (append),
             or `"resume"`: `train()` goes on from its last whole checkpoint, or begins where there is none yet.
-        canary_every: what the engine's buffers hold is compared with what was sent after every push; fixed sequences are
-            scored by both sides after each n-th one, which costs two small forwards. 0 switches both off.
-        on_mismatch: when rollouts were sampled by something else than the trainer's policy (docs/fidelity.md#the-alarm): "stop" ends
-            the run with the likely cause, "warn" logs it.
-        share_base: "auto" (default): a model that is not loaded yet is trained on the tensors of the engine that the trainer
-            starts, so that the base is held once, or a log line says why not. True: also on those of a LocalEngine that was
-            passed; an error where it cannot be. False: two copies.
-        gpu_memory: what the run may hold: the size of a card, such as 24, or GiB (rejected with the numbers, before anything is loaded, if it cannot fit), or "auto":
-            what is free on the card, with a warning; no limit on the CPU. The KV cache gets what the optimizer step leaves.
-        remove_padding: the sequences of a micro-batch are computed one behind the other, without padding and without attention masks,
-            where the model allows it (docs/memory.md#without-padding). False: padded, as TRL does.
-        routing_replay: of a mixture of experts: the trainer computes with the experts that the engine chose for each token, and the engine's weights
-            (docs/mixtures.md#routing). For an engine in this process on a CPU.
+        canary_every: what the engine's buffers hold is compared with what was sent after every push; fixed sequences
+            are scored by both sides after each n-th one, which costs two small forwards. 0 switches both off.
+        on_mismatch: when rollouts were sampled by something else than the trainer's policy
+            (docs/fidelity.md#the-alarm): "stop" ends the run with the likely cause, "warn" logs it.
+        share_base: "auto" (default): a model that is not loaded yet is trained on the tensors of the engine that the
+            trainer starts, so that the base is held once, or a log line says why not. True: also on those of a
+            LocalEngine that was passed; an error where it cannot be. False: two copies.
+        gpu_memory: what the run may hold: the size of a card, such as 24, or GiB (rejected with the numbers, before
+            anything is loaded, if it cannot fit), or "auto": what is free on the card, with a warning; no limit on the
+            CPU. The KV cache gets what the optimizer step leaves.
+        remove_padding: the sequences of a micro-batch are computed one behind the other, without padding and without
+            attention masks, where the model allows it (docs/memory.md#without-padding). False: padded, as TRL does.
+        routing_replay: of a mixture of experts: the trainer computes with the experts that the engine chose for each
+            token, and the engine's weights (docs/mixtures.md#routing). For an engine in this process on a CPU.
         allow_base_mismatch: train although the engine holds another base; every metric and the report are marked.
 
     Raises:
-        BaseMismatchError, CannotShareError, ConfigConflictError, AdapterRejectedError, UnsupportedQuantError, MissingDependencyError, EngineUnsupportedError,
+        BaseMismatchError, CannotShareError, ConfigConflictError, AdapterRejectedError, UnsupportedQuantError,
+        MissingDependencyError, EngineUnsupportedError,
         NotYetSupportedError, RunDirectoryError, MemoryBudgetError: before anything is trained, each with the way out.
     """
 

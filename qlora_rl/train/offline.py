@@ -1,4 +1,5 @@
-"""`QLoRASFTTrainer`, `QLoRADPOTrainer`: TRL's trainers that learn from data alone. No engine; the base is checked against its directory."""
+"""`QLoRASFTTrainer`, `QLoRADPOTrainer`: TRL's trainers that learn from data alone. No engine; the base is checked
+against its directory."""
 
 from __future__ import annotations
 
@@ -174,8 +175,8 @@ def check_base(model: Any, directory: Any) -> None:
     if diff.entries:
         more = f", and {len(diff.modules) - 1} more weights do" if len(diff.modules) > 1 else ""
         raise BaseMismatchError(
-            f"checking the base: {diff.entries[0]}{more} in the model that is to be trained, against {directory}. Something has "
-            "written into the model since it was loaded; load it again, or prepare the base again.",
+            f"checking the base: {diff.entries[0]}{more} in the model that is to be trained, against {directory}. "
+            "Something has written into the model since it was loaded; load it again, or prepare the base again.",
             reasons=[str(entry) for entry in diff.entries],
             module=diff.modules[0],
         )
@@ -212,19 +213,21 @@ class QLoRASFTTrainer(OfflineTrainer, SFTTrainer):
         ) as trainer:
             trainer.train()
 
-    Its adapter, trained on the base that the engine will hold, can be trained on by the other trainers, or served. config.json says
-    under `adapter` how it will be sent.
+    Its adapter, trained on the base that the engine will hold, can be trained on by the other trainers, or served.
+    config.json says under `adapter` how it will be sent.
 
     Args:
-        model: prepared base, hub name, checkpoint directory, model object, or PeftModel, as `QLoRAGRPOTrainer` takes it.
+        model: prepared base, hub name, checkpoint directory, model object, or PeftModel, as `QLoRAGRPOTrainer` takes
+            it.
         adapter_dtype: of the trained LoRA weights: "float32" (default), or "bfloat16" as TRL.
         existing_run: what to do when `args.output_dir` holds a run: `"reject"`, `"overwrite"`, `"continue"` (append),
             or `"resume"`: `train()` goes on from its last whole checkpoint, or begins where there is none yet.
-        remove_padding: the sequences of a micro-batch are computed one behind the other, without padding and without attention masks,
-            where the model allows it (docs/memory.md#without-padding). False: padded, as TRL does.
+        remove_padding: the sequences of a micro-batch are computed one behind the other, without padding and without
+            attention masks, where the model allows it (docs/memory.md#without-padding). False: padded, as TRL does.
 
     Raises:
-        BaseMismatchError, ConfigConflictError, AdapterRejectedError, UnsupportedQuantError, NotYetSupportedError, RunDirectoryError:
+        BaseMismatchError, ConfigConflictError, AdapterRejectedError, UnsupportedQuantError, NotYetSupportedError,
+        RunDirectoryError:
             before anything is trained.
     """
 
@@ -291,7 +294,8 @@ def _sft_config(args: SFTConfig | TrainingArguments | None) -> SFTConfig:
 class QLoRADPOTrainer(OfflineTrainer, DPOTrainer):
     """Direct preference optimisation of an adapter on a 4-bit base: TRL's DPOTrainer; otherwise as `QLoRASFTTrainer`.
 
-    The reference is the base without the adapter, or a frozen copy of the adapter that came with a PeftModel; so the base is held once.
+    The reference is the base without the adapter, or a frozen copy of the adapter that came with a PeftModel; so the
+    base is held once.
     """
 
     _tag_names = ["trl", "dpo", "qlora-rl"]

@@ -1,7 +1,7 @@
 """`OnlineTrainer`: a mixin for TRL's trainers that sample. It does what has to be done around TRL's `__init__`.
 
-Before it: the model becomes a prepared base, model and engine are paired, TRL is told that there is no vLLM. After it: the
-adapter's dtype, the guarded rewards, the link to the engine, the run directory.
+Before it: the model becomes a prepared base, model and engine are paired, TRL is told that there is no vLLM. After it:
+the adapter's dtype, the guarded rewards, the link to the engine, the run directory.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ class OnlineOptions:
         check_word(self.on_mismatch)
         if self.sync not in WISHES:
             raise ConfigConflictError(
-                f"reading the arguments: sync={self.sync!r} is not one of {WISHES}. Use 'auto'; nothing is ever merged here."
+                f"reading the arguments: sync={self.sync!r} is not one of {WISHES}. Use 'auto'; nothing is ever merged "
+                "here."
             )
         if self.share_base not in SHARE:
             raise ConfigConflictError(f"reading the arguments: share_base={self.share_base!r} is not one of {SHARE}.")
@@ -153,7 +154,8 @@ class OnlineTrainer(TrainedRun):
         processing_class: Any = None,
         **of_trl: Any,
     ) -> None:
-        """Everything, TRL's `__init__` included: check, plan the memory, load base and engine, build TRL's trainer, connect both.
+        """Everything, TRL's `__init__` included: check, plan the memory, load base and engine, build TRL's trainer,
+        connect both.
 
         Args:
             model: as the trainer takes it.
@@ -232,8 +234,9 @@ class OnlineTrainer(TrainedRun):
         lifts_head = getattr(args, "cast_lm_head_to_fp32", False)
         if lifts_head and not (asked.is_whole or asked.options.allow_base_mismatch):
             raise ConfigConflictError(
-                "reading the config: cast_lm_head_to_fp32=True lifts the output head of the trainer's base to float32, and the engine "
-                "multiplies with the original. Leave it out, or pass allow_base_mismatch=True to train on two different bases."
+                "reading the config: cast_lm_head_to_fp32=True lifts the output head of the trainer's base to float32, "
+                "and the engine multiplies with the original. Leave it out, or pass allow_base_mismatch=True to train "
+                "on two different bases."
             )
         why = "" if self._takes_images else f"{type(self).__name__} samples from text prompts only"
         if ranks().size > 1:
@@ -379,7 +382,8 @@ class OnlineTrainer(TrainedRun):
         self.run.write_json(FINGERPRINTS, self.base_check.as_dict())
 
     def sync(self) -> SyncReport:
-        """Push the current policy to the engine now; training does so only before it samples, so its last step is not pushed.
+        """Push the current policy to the engine now; training does so only before it samples, so its last step is not
+        pushed.
 
         Returns:
             What was sent: version, bytes, seconds. The newest version serves `trainer.engine.generate` from here on.
@@ -393,14 +397,15 @@ class OnlineTrainer(TrainedRun):
         return report
 
     def close(self) -> None:
-        """Close the engine (if the trainer made it) and remove the adapter versions on tmpfs; harmless when repeated."""
+        """Close the engine (if the trainer made it) and remove the adapter versions on tmpfs; harmless when
+        repeated."""
         self._finalizer()
 
     def _check_open(self, doing: str) -> None:
         if not self._finalizer.alive:
             raise EngineClosedError(
-                f"{doing}: the trainer was closed, as at the end of its `with`. Make a new one; existing_run='resume' goes on from the last "
-                "checkpoint."
+                f"{doing}: the trainer was closed, as at the end of its `with`. Make a new one; existing_run='resume' "
+                "goes on from the last checkpoint."
             )
 
     def _engine_options(self, args: Any) -> dict[str, Any]:
@@ -507,8 +512,8 @@ def _budget(asked: _Asked, *, rests: bool) -> MemoryBudget:
     options, peft_config = asked.options, asked.peft_config
     if asked.is_whole and options.gpu_memory != "auto":
         raise ConfigConflictError(
-            f"reading the arguments: gpu_memory={options.gpu_memory} with peft_config=None: the memory of training all weights "
-            "is not planned. Leave gpu_memory out."
+            f"reading the arguments: gpu_memory={options.gpu_memory} with peft_config=None: the memory of training all "
+            "weights is not planned. Leave gpu_memory out."
         )
     bakes = expects_full_weights(asked.model, peft_config, options.sync, trust_remote_code=asked.args.trust_remote_code)
     return MemoryBudget(

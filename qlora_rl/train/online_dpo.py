@@ -1,10 +1,13 @@
-"""`QLoRAOnlineDPOTrainer`: what TRL's experimental OnlineDPOTrainer does by itself, done with our engine: the pair is sampled, the steps are measured.
+"""`QLoRAOnlineDPOTrainer`: what TRL's experimental OnlineDPOTrainer does by itself, done with our engine: the pair is
+sampled, the steps are measured.
 
-TRL 1.16 talks to vLLM here without the backend that GRPO and RLOO share: it merges the adapter into the weights of a vLLM that it
-has built. It also lifts parts of a 4-bit base to float32 on the way (`prepare_peft_model`), and copies a whole PeftModel to refer
-to it. So the adapter is made here, the reference is the same model under another adapter, and `_generate` asks the bridge.
+TRL 1.16 talks to vLLM here without the backend that GRPO and RLOO share: it merges the adapter into the weights of a
+vLLM that it has built. It also lifts parts of a 4-bit base to float32 on the way (`prepare_peft_model`), and copies a
+whole PeftModel to refer to it. So the adapter is made here, the reference is the same model under another adapter, and
+`_generate` asks the bridge.
 
-Shape letters: P prompts, B = 2 P completions (all first ones, then all second ones, as TRL has them), T tokens, V vocabulary.
+Shape letters: P prompts, B = 2 P completions (all first ones, then all second ones, as TRL has them), T tokens, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -81,8 +84,8 @@ class SampledPairs:
         else:
             if REFERENCE in model.peft_config:
                 raise ConfigConflictError(
-                    "reading the PeftModel: it holds an adapter 'ref' already (another trainer's frozen reference?). Remove it: "
-                    "model.delete_adapter('ref')."
+                    "reading the PeftModel: it holds an adapter 'ref' already (another trainer's frozen reference?). "
+                    "Remove it: model.delete_adapter('ref')."
                 )
             copy_adapter(model, active_adapter(model))
             reference = REFERENCE
@@ -96,7 +99,8 @@ class SampledPairs:
 
     @property
     def ref_model(self) -> Any:
-        """The reference; none while TRL's `__init__` would have DeepSpeed or FSDP1 prepare it: the model in it is the policy's."""
+        """The reference; none while TRL's `__init__` would have DeepSpeed or FSDP1 prepare it: the model in it is the
+        policy's."""
         return None if self._refers_to_wrapped() and not self._is_built else self._reference
 
     @ref_model.setter
@@ -112,8 +116,8 @@ class SampledPairs:
         ]
         if waits:
             raise ConfigConflictError(
-                f"reading the arguments: the reward {waits[0]!r} is asynchronous, which TRL's OnlineDPOTrainer does not wait for. "
-                "Make it a plain function."
+                f"reading the arguments: the reward {waits[0]!r} is asynchronous, which TRL's OnlineDPOTrainer does "
+                "not wait for. Make it a plain function."
             )
         self._failures = [] if ranks().size > 1 else None
         self._guard_rewards()
@@ -139,7 +143,8 @@ class SampledPairs:
             self.sync()
         texts = [maybe_apply_chat_template({"prompt": prompt}, self.processing_class)["prompt"] for prompt in prompts]
         ids = self.processing_class(text=texts, add_special_tokens=False)["input_ids"]
-        # On their way the two of a prompt are neighbours: so the place of each, which its seed depends on, is its place in one process too.
+        # On their way the two of a prompt are neighbours: so the place of each, which its seed depends on, is its place
+        # in one process too.
         prompt_ids, completion_ids, _, _ = self.bridge.generate([row for row in ids for _ in range(settings.PAIR)])
         self._after_generation()
         prompt_ids, completion_ids, self._sampled = (
@@ -165,7 +170,8 @@ class SampledPairs:
     def _forward(
         self, model: Any, prompt_ids: Any, prompt_mask: Any, completion_ids: Any, completion_mask: Any, *rest: Any
     ) -> Any:
-        """TRL's. The first one after a rollout is the policy's: its logits also give the logprobs at the rollout's temperature."""
+        """TRL's. The first one after a rollout is the policy's: its logits also give the logprobs at the rollout's
+        temperature."""
         sampled, self._sampled = self._sampled, None
         batch = (prompt_ids, prompt_mask, completion_ids, completion_mask, *rest)
         arguments = (model, *batch)
@@ -173,7 +179,8 @@ class SampledPairs:
             known, self._of_reference = self._of_reference, None
             return super()._forward(*arguments) if known is None else known
         if self._refers_to_wrapped():
-            # Before the policy's: ZeRO-3 counts what the backward pass has to let go of, and a forward pass in between counts again.
+            # Before the policy's: ZeRO-3 counts what the backward pass has to let go of, and a forward pass in between
+            # counts again.
             with torch.no_grad():
                 self._of_reference = super()._forward(self.ref_model, *batch)
         if not self._compares:
@@ -271,8 +278,8 @@ class QLoRAOnlineDPOTrainer(SampledPairs, OnlineTrainer, MeasuredSteps, OnlineDP
     Args:
         model: as `QLoRAGRPOTrainer` takes it.
         quantization_config: for a name or a checkpoint; TRL's trainer has no such argument.
-        rollout: and all further keyword arguments as `QLoRAGRPOTrainer` has them. There is no `gpu_memory`: TRL holds whole logits
-            here, which the memory estimate does not count.
+        rollout: and all further keyword arguments as `QLoRAGRPOTrainer` has them. There is no `gpu_memory`: TRL holds
+            whole logits here, which the memory estimate does not count.
 
     TRL's `ref_model` is not taken: the reference is the base, or the adapter of the PeftModel as it came.
     """

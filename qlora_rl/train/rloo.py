@@ -1,4 +1,5 @@
-"""`QLoRARLOOTrainer`; and `SampledLogprobs`: TRL's RLOO drops the sampler's logprobs, here they are kept to be measured."""
+"""`QLoRARLOOTrainer`; and `SampledLogprobs`: TRL's RLOO drops the sampler's logprobs, here they are kept to be
+measured."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ class SampledLogprobs:
 class QLoRARLOOTrainer(
     RoutedSteps, OnlineTrainer, MeasuredSteps, SampledLogprobs, EndedCompletions, GroupedPrompts, ImageRows, RLOOTrainer
 ):
-    """RLOO on a 4-bit base: TRL's RLOOTrainer as `QLoRAGRPOTrainer` is TRL's GRPOTrainer, with the same further arguments.
+    """RLOO on a 4-bit base: TRL's RLOOTrainer as `QLoRAGRPOTrainer` is TRL's GRPOTrainer, with the same further
+    arguments.
 
     ::
 

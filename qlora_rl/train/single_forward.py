@@ -1,9 +1,10 @@
 """`SingleForward`: a mixin for GRPO that scores the sampled tokens once, in the pass that is trained with.
 
-TRL 1.16 scores every batch twice where vLLM samples: without gradients when it is generated, for the importance sampling between
-sampler and trainer, and with gradients in the loss. Where a batch is trained on by the policy of the moment it was generated for, the
-two passes give the same numbers: TRL itself then leaves the first out when its correction is off. So the correction is off while
-TRL makes a batch, and made here, from the second pass, before the loss reads it.
+TRL 1.16 scores every batch twice where vLLM samples: without gradients when it is generated, for the importance
+sampling between sampler and trainer, and with gradients in the loss. Where a batch is trained on by the policy of the
+moment it was generated for, the two passes give the same numbers: TRL itself then leaves the first out when its
+correction is off. So the correction is off while TRL makes a batch, and made here, from the second pass, before the
+loss reads it.
 
 B completions, T tokens (padded).
 """
@@ -30,7 +31,8 @@ _ROWS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool
 
 
 class SingleForward:
-    """Comes before `MeasuredSteps`, whose measurement waits for the last part of the batch, before the optimizer's step."""
+    """Comes before `MeasuredSteps`, whose measurement waits for the last part of the batch, before the optimizer's
+    step."""
 
     # TRL makes a batch without its correction, which waits for the training pass.
     _is_deferred = False
@@ -116,7 +118,8 @@ class SingleForward:
         self._unscored -= len(logprobs_BT)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's; after the backward pass of a batch's last part, what the trainer thinks of the whole batch is measured."""
+        """TRL's; after the backward pass of a batch's last part, what the trainer thinks of the whole batch is
+        measured."""
         with before_step(self.accelerator, self._look_at_parts):
             return super().training_step(*args, **kwargs)
 

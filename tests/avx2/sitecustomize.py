@@ -1,7 +1,8 @@
 """A processor with AVX2 only, on one that has more: `make test PROCESSOR=avx2`.
 
-On PYTHONPATH, so that every process of a test starts with it. Nothing of ours is told. The libraries are, before they choose their kernels:
-torch's own and its bf16 products without oneDNN, vLLM's AVX2 build, MKL, and bitsandbytes' compiled kernels.
+On PYTHONPATH, so that every process of a test starts with it. Nothing of ours is told. The libraries are, before they
+choose their kernels: torch's own and its bf16 products without oneDNN, vLLM's AVX2 build, MKL, and bitsandbytes'
+compiled kernels.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ os.environ |= {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2",
 
 
 def _tell_torch(torch: Any) -> None:
-    """oneDNN looks at the processor itself, so bf16 goes by its other branch; vLLM asks these functions which build to load."""
+    """oneDNN looks at the processor itself, so bf16 goes by its other branch; vLLM asks these functions which build to
+    load."""
     torch._C._set_mkldnn_enabled(False)
     for name in dir(torch.cpu):
         if name.startswith(("_is_avx512", "_is_amx", "_is_vnni")):

@@ -1,7 +1,9 @@
-"""On PYTHONPATH of every process that a test starts (conftest.py): it does not search for garbage among what libraries hold for good.
+"""On PYTHONPATH of every process that a test starts (conftest.py): it does not search for garbage among what libraries
+hold for good.
 
-Importing TRL and vLLM makes a million objects. Searching among them is a quarter of the time of the imports, and of every engine most of its start and of
-its end: `libraries_are_not_searched_for_garbage` in conftest.py. What is imported, and what is collected of whatever comes later, is as ever.
+Importing TRL and vLLM makes a million objects. Searching among them is a quarter of the time of the imports, and of
+every engine most of its start and of its end: `libraries_are_not_searched_for_garbage` in conftest.py. What is
+imported, and what is collected of whatever comes later, is as ever.
 """
 
 import builtins

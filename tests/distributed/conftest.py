@@ -69,9 +69,11 @@ def launch(
     is_forked: bool = True,
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Start `job.py` under torchrun, or by `accelerate launch` with a file of examples/accelerate, and wait for its end.
+    """Start `job.py` under torchrun, or by `accelerate launch` with a file of examples/accelerate, and wait for its
+    end.
 
-    The launchers are theirs; launcher and ranks are forked from a process that has imported everything, unless `is_forked` is False.
+    The launchers are theirs; launcher and ranks are forked from a process that has imported everything, unless
+    `is_forked` is False.
     """
     words = [f"--nproc_per_node={processes}", f"--master_port={free_port()}"]
     if example is not None:

@@ -28,8 +28,8 @@ def cpu_as_accelerator() -> None:
 
 @functools.cache
 def keep_parameters() -> None:
-    """On the CPU alone PEFT's DoRA puts a new parameter into a 4-bit layer in each forward pass (`module.weight.to`, which copies);
-    ZeRO-3 would know nothing of that one. Here what lies where it is wanted stays what it is."""
+    """On the CPU alone PEFT's DoRA puts a new parameter into a 4-bit layer in each forward pass (`module.weight.to`,
+    which copies); ZeRO-3 would know nothing of that one. Here what lies where it is wanted stays what it is."""
     import torch
     from bitsandbytes.nn import Params4bit
 
@@ -61,7 +61,8 @@ def broken(rank: int, step: int) -> Any:
 
 
 def takes_weights(engine: type, breaks: tuple[int, int] | None) -> type:
-    """An engine of this kind that full weights can be written into; `breaks`: rank and version that never arrives whole."""
+    """An engine of this kind that full weights can be written into; `breaks`: rank and version that never arrives
+    whole."""
     from dataclasses import replace
 
     from qlora_rl import SyncError
@@ -132,8 +133,8 @@ def replayed(
 
 
 def weigh_pushes(trainer: Any, report: dict[str, Any]) -> None:
-    """Note by how many adapters (of full weights: by how many modules, the largest in float32) this rank's tensors grow at most
-    during each push; the canary's forward is no part of it."""
+    """Note by how many adapters (of full weights: by how many modules, the largest in float32) this rank's tensors grow
+    at most during each push; the canary's forward is no part of it."""
     import torch
     from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -359,7 +360,8 @@ def in_4_bits(model: str, dtype: str = "float32") -> Any:
 
 
 class Attached:
-    """A GRPOTrainer as somebody builds it who knows TRL alone, with an engine attached; the adapter is left as a run leaves it."""
+    """A GRPOTrainer as somebody builds it who knows TRL alone, with an engine attached; the adapter is left as a run
+    leaves it."""
 
     def __init__(self, base: str, out: Path, engine: Any, reward: Any, **fields: Any):
         from datasets import Dataset

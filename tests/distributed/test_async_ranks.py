@@ -1,4 +1,5 @@
-"""Asynchronous GRPO by two processes: recorded rollouts against one process with the doubled batch, what is trained on, and how they end."""
+"""Asynchronous GRPO by two processes: recorded rollouts against one process with the doubled batch, what is trained on,
+and how they end."""
 
 import collections
 import json
@@ -30,7 +31,8 @@ def alone(exact_base, tmp_path_factory):
     scope="module", params=["ddp", *(pytest.param(way, marks=pytest.mark.full) for way in WAYS if way != "ddp")]
 )
 def two(request, alone, recorded, exact_base, tmp_path_factory):
-    """Recorded rollouts replayed, with and without overlap; a checkpoint of one process gone on from; rewards that raise on rank 1."""
+    """Recorded rollouts replayed, with and without overlap; a checkpoint of one process gone on from; rewards that
+    raise on rank 1."""
     skip_without_deepspeed(request.param)
     root = tmp_path_factory.mktemp(request.param)
     common = {"base": exact_base, **ASYNC, **TWO, "parts": request.param == "zero3"}

@@ -74,7 +74,8 @@ def test_a_reward_that_raises_on_rank_1_raises_the_same_on_rank_0(two):
 
 
 def test_processes_that_accelerate_does_not_join_are_rejected_before_anything_is_loaded(exact_base, tmp_path):
-    """As `accelerate launch` with fsdp2.yaml or ddp.yaml starts them on a machine without a GPU: two for torch, one each for accelerate."""
+    """As `accelerate launch` with fsdp2.yaml or ddp.yaml starts them on a machine without a GPU: two for torch, one
+    each for accelerate."""
     if torch.cuda.is_available():
         pytest.skip("with a GPU accelerate joins them")
     calls = [

@@ -1,4 +1,5 @@
-"""`rollout="colocate"` with one engine over several trainer processes: a real vLLM whose ranks stand beside the trainer's. Long."""
+"""`rollout="colocate"` with one engine over several trainer processes: a real vLLM whose ranks stand beside the
+trainer's. Long."""
 
 import json
 import os

@@ -1,4 +1,5 @@
-"""GRPO by two processes under FSDP1 and FSDP2: the base lies in parts, under FSDP2 the adapter, too, which alone is gathered. Long."""
+"""GRPO by two processes under FSDP1 and FSDP2: the base lies in parts, under FSDP2 the adapter, too, which alone is
+gathered. Long."""
 
 import json
 
@@ -58,7 +59,8 @@ def sharded(exact_base, recorded, alone, tmp_path_factory):
         for method in METHODS:
             kept = {"kept": str(alone / f"kept-{method}.json")} if method in DRAW else {}
             calls.append({"base": exact_base, "out": str(root / f"two-{method}"), "method": method, **TWO, **kept})
-        # Last, as its ranks end with an error. Asked for the probe and for the first push; the second one is scored by all together.
+        # Last, as its ranks end with an error. Asked for the probe and for the first push; the second one is scored by
+        # all together.
         forgets = {"forgets": [1, 3], "canary_every": 1, "ddp_timeout": 120}
         calls.append({**common, "out": str(root / "forgets"), **forgets})
         ended = launch(calls, timeout=1200, **WAYS[way])

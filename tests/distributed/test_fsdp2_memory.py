@@ -1,4 +1,5 @@
-"""What saves memory in a step, under FSDP2: layer inputs in host memory and no padding, by two processes; MLPs stay whole. Long."""
+"""What saves memory in a step, under FSDP2: layer inputs in host memory and no padding, by two processes; MLPs stay
+whole. Long."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""Full weights from two processes: DoRA under DDP, FSDP and ZeRO against one process with the doubled batch, and a push that breaks."""
+"""Full weights from two processes: DoRA under DDP, FSDP and ZeRO against one process with the doubled batch, and a push
+that breaks."""
 
 import json
 
@@ -73,7 +74,8 @@ def test_a_push_that_breaks_on_rank_1_raises_the_same_on_rank_0(two):
 
 @pytest.mark.full  # two processes and two actors; test_ranks.py has it without vLLM
 def test_two_processes_send_them_once_to_two_actors(exact_base, tmp_path):
-    """Rank 0 alone talks to the actors; each push is checked weight by weight on both, and each rank trains on its own half of what they sample."""
+    """Rank 0 alone talks to the actors; each push is checked weight by weight on both, and each rank trains on its own
+    half of what they sample."""
     pytest.importorskip("ray")
     steps = {**STEPS, "canary_every": 1, "rollout": "ray", "engine_options": {"replicas": 2}}
     done = launch([{"base": exact_base, "out": str(tmp_path / "ray"), **DORA, **steps}])

@@ -20,7 +20,8 @@ PARTED = ("fsdp1", "fsdp2", "zero3")
 
 
 def kinds_of(way):
-    """Where layers have hooks or wrappers, IA3, too: a layer is copied to be asked, with what ZeRO-3 or FSDP1 has put on it."""
+    """Where layers have hooks or wrappers, IA3, too: a layer is copied to be asked, with what ZeRO-3 or FSDP1 has put
+    on it."""
     return {kind: fields for kind, fields in KINDS.items() if kind != "ia3" or way == "fsdp1" or way.startswith("zero")}
 
 

@@ -1,4 +1,5 @@
-"""`accelerate launch` with the files of examples/accelerate, as it is typed: `qlora-rl train` in two processes, each with real vLLM. Long."""
+"""`accelerate launch` with the files of examples/accelerate, as it is typed: `qlora-rl train` in two processes, each
+with real vLLM. Long."""
 
 import json
 import os

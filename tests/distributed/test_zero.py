@@ -1,4 +1,5 @@
-"""GRPO by two processes under DeepSpeed's ZeRO-3 and ZeRO-2, started with the files of examples/accelerate. Long, but for one launch."""
+"""GRPO by two processes under DeepSpeed's ZeRO-3 and ZeRO-2, started with the files of examples/accelerate. Long, but
+for one launch."""
 
 import importlib.util
 import json
@@ -106,7 +107,8 @@ def test_under_zero_2_the_base_is_sent_to_nobody(two):
 
 @pytest.fixture(scope="module")
 def long(exact_base, base, recorded, tmp_path_factory):
-    """Of a stage: one process's checkpoint gone on from; pushes weighed; logprobs spoiled; bf16; live; the other methods."""
+    """Of a stage: one process's checkpoint gone on from; pushes weighed; logprobs spoiled; bf16; live; the other
+    methods."""
     done = {}
     one = tmp_path_factory.mktemp("alone")
     for method in METHODS:

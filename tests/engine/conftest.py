@@ -28,7 +28,8 @@ def prompts():
 
 @pytest.fixture(scope="session")
 def demo_home(tmp_path_factory):
-    """A cache for the demo's own model, of all workers of this run: whoever needs it first pretrains it, inside `pretraining`."""
+    """A cache for the demo's own model, of all workers of this run: whoever needs it first pretrains it, inside
+    `pretraining`."""
     root = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         root = root.parent  # a worker's own directory lies in that of the run

@@ -113,7 +113,8 @@ def interruptible():
 
 @pytest.mark.parametrize("rollout", ["colocate", pytest.param("server", marks=pytest.mark.full)])
 def test_ctrl_c_ends_a_rollout_in_its_thread(base, tmp_path, rollout, interruptible):
-    """The trainer waits for a rollout that would never end. That a server lets go is in test_server.py and unit/test_client.py too."""
+    """The trainer waits for a rollout that would never end. That a server lets go is in test_server.py and
+    unit/test_client.py too."""
     with make(base, tmp_path, reward_digits, rollout=rollout, max_completion_length=20) as trainer:
         engine, has_begun, struck = trainer.engine, threading.Event(), []
         real = engine.generate

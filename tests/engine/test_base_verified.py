@@ -58,7 +58,8 @@ def test_both_sides_agree_on_the_whole_matrix(tmp_path, case):
 
 @pytest.mark.parametrize("kind", ["glm4", "glm", "published"])
 def test_fused_linears_and_skipped_ones_are_held_and_adapted_alike(tmp_path, kind):
-    """GLM's gate_up_proj is one linear in checkpoints too; a published 4-bit checkpoint leaves some MLPs as they were."""
+    """GLM's gate_up_proj is one linear in checkpoints too; a published 4-bit checkpoint leaves some MLPs as they
+    were."""
     source = make_model(tmp_path / "model", architecture="llama" if kind == "published" else kind, tied=False)
     if kind == "published":
         source = quantised_in_flight(source, tmp_path / "published", "lm_head", "model.layers.1.mlp")

@@ -196,7 +196,8 @@ def honest(model, engine, pushes):
 
 
 def unnoticed(model, engine, seeds, monkeypatch):
-    """Of so many seeds those in which an adapter after one step at 1e-5 may be left out by every layer for two pushes."""
+    """Of so many seeds those in which an adapter after one step at 1e-5 may be left out by every layer for two
+    pushes."""
     passed = []
     for seed in seeds:
         engine.drop_adapter()

@@ -1,4 +1,5 @@
-"""Full weights on real vLLM: every kind that they carry is served as the trainer computes it, and a broken push never half.
+"""Full weights on real vLLM: every kind that they carry is served as the trainer computes it, and a broken push never
+half.
 
 float32, two layers, random weights, head and embedding apart: an error shows a thousandfold above the noise of 1e-6.
 """
@@ -202,7 +203,8 @@ def test_a_stream_that_breaks_is_never_served_half(exact, at, error):
 
 
 def test_a_push_that_fails_at_once_brings_nothing_back_that_was_lost(exact):
-    """Half written, withdrawn or gone with a rebuild: it is served neither before nor after a push that does not begin."""
+    """Half written, withdrawn or gone with a rebuild: it is served neither before nor after a push that does not
+    begin."""
     engine, model = exact.engine, trained(exact.base, FULL_WEIGHTS["dora"])
     strategy, nan = DenseSync(model, engine), copy.deepcopy(model)
     with torch.no_grad():

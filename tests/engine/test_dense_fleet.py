@@ -186,7 +186,8 @@ def test_dora_is_made_once_and_held_exactly_by_both_servers(servers, fleet, bake
 
 
 def test_what_one_of_them_rejects_is_served_by_neither(fleet, baked, tmp_path, monkeypatch):
-    """A part that arrives damaged, weights that no engine takes, a stream that breaks off: nothing was loaded anywhere."""
+    """A part that arrives damaged, weights that no engine takes, a stream that breaks off: nothing was loaded
+    anywhere."""
     old, new = policies(baked, tmp_path, fleet)
     DenseSync(old, fleet).push()
     version, served = fleet.version, sampled(fleet)
@@ -286,7 +287,8 @@ def test_weights_that_the_canary_rejects_are_served_by_none_until_the_next_push(
 def test_a_server_killed_in_the_middle_of_a_push_is_done_without_and_brought_to_the_version(
     servers, fleet, baked, tmp_path, caplog, place
 ):
-    """kill -9 when half of the weights were made, or when all are there and none was loaded. Every prompt is answered once, as by two."""
+    """kill -9 when half of the weights were made, or when all are there and none was loaded. Every prompt is answered
+    once, as by two."""
     old, new = policies(baked, tmp_path, fleet)
     DenseSync(new, fleet).push()
     expected = sampled(fleet)
@@ -321,7 +323,8 @@ def test_a_server_killed_in_the_middle_of_a_push_is_done_without_and_brought_to_
 def test_a_server_that_stands_still_in_a_push_is_done_without_and_brought_to_the_version(
     servers, fleet, baked, tmp_path, monkeypatch
 ):
-    """Both are waited for while one of them may only be slow; what it was sent before must not arrive behind what takes it back."""
+    """Both are waited for while one of them may only be slow; what it was sent before must not arrive behind what takes
+    it back."""
     monkeypatch.setattr(team, "_STRAGGLES_AFTER_S", 5.0)
     old, new = policies(baked, tmp_path, fleet)
     DenseSync(old, fleet).push()
@@ -403,7 +406,8 @@ def cluster():
 
 @pytest.mark.full  # the next test kills an actor in a push, without a trainer
 def test_a_training_of_dora_on_two_actors_goes_on_when_one_is_killed_in_a_push(cluster, base, tmp_path):
-    """Each step is there once, each push is checked weight by weight, and every token was sampled by the version that its step names."""
+    """Each step is there once, each push is checked weight by weight, and every token was sampled by the version that
+    its step names."""
     limits = {"max_steps": 4, "canary_every": 1, "rollout": "ray", "engine_options": {"replicas": 2}}
     with make(base, tmp_path, peft_config=FULL_WEIGHTS["dora"].config(), **limits) as trainer:
         engine, true, calls = trainer.engine, trainer.engine.load_dense, []

@@ -1,4 +1,5 @@
-"""Full weights and servers that are killed: between two pushes, in the middle of one, and in the very commit. Servers of their own."""
+"""Full weights and servers that are killed: between two pushes, in the middle of one, and in the very commit. Servers
+of their own."""
 
 import os
 import signal

@@ -1,4 +1,5 @@
-"""Full weights to a real server process: exact, all or nothing whoever is killed, and nobody but the trainer may send them.
+"""Full weights to a real server process: exact, all or nothing whoever is killed, and nobody but the trainer may send
+them.
 
 float32, two layers, random weights, head and embedding apart: an error shows a thousandfold above the noise of 1e-6.
 """

@@ -1,4 +1,5 @@
-"""Adapters on a mixture's 4-bit experts in real vLLM: served as the trainer computes them, and noticed where they are not."""
+"""Adapters on a mixture's 4-bit experts in real vLLM: served as the trainer computes them, and noticed where they are
+not."""
 
 from types import SimpleNamespace
 
@@ -68,7 +69,8 @@ def runner_of(engine):
 
 
 def code_the_experts(engine, base):
-    """Have an engine on the float32 copy of a base multiply the base's 4-bit experts: vLLM's plugin takes no 4-bit base in float32."""
+    """Have an engine on the float32 copy of a base multiply the base's 4-bit experts: vLLM's plugin takes no 4-bit base
+    in float32."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers.fused_moe import RoutedExperts
 

@@ -166,7 +166,8 @@ LENGTH = 320  # four of them fill a tile
     "architecture", ["qwen3_moe", *(pytest.param(name, marks=pytest.mark.full) for name in ("olmoe", "mixtral"))]
 )
 def test_trainer_and_engine_in_one_process_hold_what_was_planned(architecture, tmp_path, monkeypatch):
-    """All tensors that they made but for buffers of fixed size: a second copy of the experts would be at least a tenth more."""
+    """All tensors that they made but for buffers of fixed size: a second copy of the experts would be at least a tenth
+    more."""
     fields = {"head_dim": 128, "positions": LENGTH, "num_hidden_layers": 3}
     width = "moe_intermediate_size" if architecture == "qwen3_moe" else "intermediate_size"
     tied = architecture != "olmoe"  # which the plugin of vLLM does not load tied

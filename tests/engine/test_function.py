@@ -1,4 +1,5 @@
-"""Trainer and engine hold the same weights: that they compute the same function of them is checked on long sequences too, on real vLLM."""
+"""Trainer and engine hold the same weights: that they compute the same function of them is checked on long sequences
+too, on real vLLM."""
 
 import copy
 import logging

@@ -180,7 +180,8 @@ def test_auto_measures_and_says_what_it_chose_and_why(base):
 
 @pytest.mark.full
 def test_a_server_multiplies_with_copies_where_it_is_told_to(base):
-    """By default a training through such a server (test_async_training.py) proves it by the probabilities of its tokens."""
+    """By default a training through such a server (test_async_training.py) proves it by the probabilities of its
+    tokens."""
     options = {"max_model_length": 64, "max_num_seqs": 8, "max_lora_rank": 8, "base_compute": "baked"}
     with start_server(base, **options) as server, ServerEngine(server.url, api_key=server.key) as remote:
         assert remote._about["base_compute"] == "baked"

@@ -31,8 +31,8 @@ from qlora_rl.contracts import AdapterBundle, RolloutEngine
 from qlora_rl.engine import compat
 from qlora_rl.engine.options import start_options
 
-# bf16 against bf16 of another library, scales as loaded (not repaired), a random model scaled up threefold. Measured mean
-# 0.003 to 0.011, max 0.05; a missing adapter is above 0.1 (see test_an_adapter_is_really_applied).
+# bf16 against bf16 of another library, scales as loaded (not repaired), a random model scaled up threefold. Measured
+# mean 0.003 to 0.011, max 0.05; a missing adapter is above 0.1 (see test_an_adapter_is_really_applied).
 MEAN_TOLERANCE, MAX_TOLERANCE = 0.02, 0.15
 
 
@@ -44,7 +44,8 @@ def store():
 
 
 def calls_of_the_collector(base, monkeypatch):
-    """Of `gc.freeze` and `gc.unfreeze` in the life of an engine, without repetitions. The tests freeze otherwise: conftest.py."""
+    """Of `gc.freeze` and `gc.unfreeze` in the life of an engine, without repetitions. The tests freeze otherwise:
+    conftest.py."""
     asked = []
     for name in ("freeze", "unfreeze"):
         monkeypatch.setattr(gc, name, lambda name=name: asked[-1:] == [name] or asked.append(name))

@@ -1,4 +1,5 @@
-"""An engine whose linears go by measured rules, as on a GPU, in real vLLM on the CPU: all but the clock and the GPU's kernels."""
+"""An engine whose linears go by measured rules, as on a GPU, in real vLLM on the CPU: all but the clock and the GPU's
+kernels."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""The alarm on real vLLM: a sync that is broken behind the canary's back stops a run within two steps, with the right diagnosis."""
+"""The alarm on real vLLM: a sync that is broken behind the canary's back stops a run within two steps, with the right
+diagnosis."""
 
 import dataclasses
 

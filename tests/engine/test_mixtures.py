@@ -97,7 +97,8 @@ def test_in_float32_both_sides_choose_the_same_experts(mixture):
         ):
             row = torch.tensor([prompt + ids])
             assert chosen.shape == (row.shape[1] - 1, routers.layers, 2)
-            # In the second call the long prompts come out of the cache; nobody in that call has computed their first block.
+            # In the second call the long prompts come out of the cache; nobody in that call has computed their first
+            # block.
             cached = 32 if number and len(prompt) > 32 else 0
             assert (chosen[:cached] == -1).all()
             assert (chosen[cached:] >= 0).all()

@@ -1,4 +1,5 @@
-"""What the layers multiply with on a CPU is what is read after a push: vLLM's buffers through the kernel, or packed copies. A wrong one is noticed."""
+"""What the layers multiply with on a CPU is what is read after a push: vLLM's buffers through the kernel, or packed
+copies. A wrong one is noticed."""
 
 import pytest
 import torch

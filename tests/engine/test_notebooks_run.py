@@ -39,8 +39,9 @@ ASKED = {
     "302": "{name: {'seconds': seconds(way, 'step_seconds'), 'age': int(way['steps'].get('staleness_max', pd.Series([0])).max()),"
     " 'kl': way['steps']['mismatch_kl'].median(), 'reward': way['steps']['reward'].tail(5).mean()} for name, way in ways.items()}",
     "303": "{'pushes': list(pushes['version']), 'steps': len(steps), 'runs': len(list(out.rglob('summary.json'))), 'ranks': said.count('its engine'),"
-    " 'same': [rollout.completion_ids == whole.completion_ids and rollout.logprobs == whole.logprobs for rollout in (without, back)],"
-    " 'who': who.to_dict(), 'states': states, 'versions': [whole.version, back.version, found['version']],"
+    " 'same': [rollout.completion_ids == whole.completion_ids and rollout.logprobs == whole.logprobs for rollout in "
+    "(without, back)], 'who': who.to_dict(), 'states': states, 'versions': [whole.version, back.version, "
+    "found['version']],"
     " 'travelled': list(table['bytes of a push']), 'differ': [difference.mean().item() for difference in differences.values()]}",
     "202": "[{'before': way['marks'].iloc[0], 'after': way['marks'].iloc[-1], 'changed': way['changed'], 'kl': way['steps']['mismatch_kl'].median()}"
     " for way in (merged, adapter)]",

@@ -87,7 +87,8 @@ def digests(bundle):
 
 
 class StruckInARollout:
-    """The process of a replica stands still, so that its share cannot come to an end, and is killed -9 in the middle of it."""
+    """The process of a replica stands still, so that its share cannot come to an end, and is killed -9 in the middle of
+    it."""
 
     def __init__(self, replica):
         self.pid = replica.pid
@@ -205,7 +206,8 @@ def test_a_training_goes_on_when_an_actor_is_killed_in_a_rollout(cluster, base, 
 @pytest.mark.full  # 60 steps; test_demo.py learns on one engine
 @pytest.mark.parametrize("is_struck", [False, True])
 def test_the_demo_learns_on_two_actors_also_when_one_is_killed_in_a_rollout(cluster, tmp_path, monkeypatch, is_struck):
-    """Sums: right answers, on ones that were never trained on, from a quarter to four fifths; nothing is counted twice."""
+    """Sums: right answers, on ones that were never trained on, from a quarter to four fifths; nothing is counted
+    twice."""
     from qlora_rl.demo.job import DemoSettings, run_demo
 
     real, steps, killed, seen = RayFleet.generate, [], [], {}
@@ -317,7 +319,8 @@ def test_an_actor_killed_in_a_rollout_is_done_without_and_the_one_in_its_place_i
 def test_an_actor_that_stands_still_in_a_rollout_is_ended_and_the_one_in_its_place_is_verified(
     both, bundle, prompts, caplog, patient
 ):
-    """Nobody kills it: it is looked at while it is waited for. Every prompt is answered once, as the whole fleet would."""
+    """Nobody kills it: it is looked at while it is waited for. Every prompt is answered once, as the whole fleet
+    would."""
     both.load_packed(pack_adapter(bundle), 1)
     long = replace(SAMPLING, max_tokens=48, extra={"ignore_eos": True})
     whole = both.generate(prompts * 64, long)

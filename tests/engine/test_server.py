@@ -303,7 +303,8 @@ def test_a_shared_directory_is_tried_out_and_its_versions_are_named_not_sent(ser
 # Many show what leaks slowly; by default a hundred.
 @pytest.mark.parametrize("pushes", [100, pytest.param(1900, marks=pytest.mark.full)])
 def test_many_pushes_are_all_answered_right_and_leave_nothing_behind(server, remote, bundle, pushes):
-    """After each push, what is scored is that adapter's own, bit for bit; memory within 30 MiB of that after 100, files exactly."""
+    """After each push, what is scored is that adapter's own, bit for bit; memory within 30 MiB of that after 100, files
+    exactly."""
     adapters = [scaled(bundle, 1.0 + i / 4) for i in range(8)]
     packed = [pack_adapter(adapter) for adapter in adapters]
     processes = [psutil.Process(pid) for pid in (os.getpid(), server.process.pid)]
@@ -571,7 +572,8 @@ def test_another_thread_can_end_what_is_asked_and_the_server_lets_go_of_it(serve
 
 
 def test_the_bare_base_beside_the_policy_is_scored_as_the_bare_base(server, remote, bundle, prompts):
-    """vLLM's own LoRA on the CPU gives requests without an adapter the one of its last slot, where they share a step."""
+    """vLLM's own LoRA on the CPU gives requests without an adapter the one of its last slot, where they share a
+    step."""
     quiet = remote.score(prompts, bare=True)
     remote.load_packed(pack_adapter(scaled(bundle, 3.0)), 1)
     assert largest_difference(remote.score(prompts), quiet) > 0.1
@@ -624,8 +626,8 @@ def test_a_training_through_a_server_is_the_one_in_this_process(server, engine, 
             claim_servers(server.url, key, None)
         trainer.train()
     far, local = measured(tmp_path / "far"), measured(tmp_path / "local")
-    # Rollouts are equal to the last bit; sums depend on threads, which an engine in this process sets: by 1e-16 in float64, where one bit of a
-    # rollout's float32 is a 1e-9 and more.
+    # Rollouts are equal to the last bit; sums depend on threads, which an engine in this process sets: by 1e-16 in
+    # float64, where one bit of a rollout's float32 is a 1e-9 and more.
     for name in ("reward", "mismatch_kl", "canary_difference", "policy_version"):
         assert far[0][name] == pytest.approx(local[0][name], rel=1e-13, abs=0)
     for row, other in zip(far, local, strict=True):
@@ -730,7 +732,8 @@ def test_killed_in_the_middle_of_a_rollout_and_started_again_it_is_verified_push
                 first.process.wait()
                 started.append(start_server(base, port=port, key=first.key, **OPTIONS))
 
-            # In this thread's stead the main one waits in the rollout; the kernel ends a server with the thread that started it.
+            # In this thread's stead the main one waits in the rollout; the kernel ends a server with the thread that
+            # started it.
             keeper = threading.Event()
             again = threading.Thread(target=lambda: (start_again(), keeper.wait()))
             again.start()
@@ -756,7 +759,8 @@ def test_killed_in_the_middle_of_a_rollout_and_started_again_it_is_verified_push
 
 @since_vllm("0.29", "the modules of the server that we start")
 def test_a_signal_leaves_no_child_and_no_directory_behind(base, tmp_path):
-    """By the command itself; an option of the user's in the place of ours does not keep the processes from what this processor needs."""
+    """By the command itself; an option of the user's in the place of ours does not keep the processes from what this
+    processor needs."""
     ready, key = tmp_path / "ready.json", tmp_path / "key"
     command = [sys.executable, "-m", "qlora_rl.cli", "serve", str(base), "--port", "0", "--api-key-file", str(key), "--ready-file",
                str(ready), "--max-lora-rank", "8", "--max-model-length", "64", "--max-num-seqs", "4", "--", "--additional-config", '{"mine": 1}']  # fmt: skip

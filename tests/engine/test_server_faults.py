@@ -1,4 +1,5 @@
-"""Two real servers, and what can happen to them: kill -9, full disks, processes that stand still, thieves. The old version serves."""
+"""Two real servers, and what can happen to them: kill -9, full disks, processes that stand still, thieves. The old
+version serves."""
 
 import contextlib
 import ctypes
@@ -419,7 +420,8 @@ def test_ctrl_c_while_vllms_engine_starts_ends_all_of_it_with_one_line(base, tmp
 # Each starts vLLM; by default the later moment.
 @pytest.mark.parametrize("when", [pytest.param("", marks=pytest.mark.full), "Starting to load model"])
 def test_a_server_that_is_killed_while_vllms_engine_starts_leaves_no_process_behind(base, tmp_path, when):
-    """As soon as the engine's process is there, and when it loads the model: only later would our worker extension see to it."""
+    """As soon as the engine's process is there, and when it loads the model: only later would our worker extension see
+    to it."""
     log = tmp_path / "log"
     with log.open("wb") as out:
         job = subprocess.Popen(

@@ -46,7 +46,8 @@ class Watch(TrainerCallback):
 
 
 def run(base, directory, steps, share, **fields):
-    """Metrics, adapter, the fingerprints of both sides before, during and after, and what accelerate and TRL decided."""
+    """Metrics, adapter, the fingerprints of both sides before, during and after, and what accelerate and TRL
+    decided."""
     torch.manual_seed(0)
     with make(base, directory, max_steps=steps, share_base=share, **fields) as trainer:
         decided = [(n, p.dtype, p.device, p.requires_grad, type(p)) for n, p in trainer.model.named_parameters()]
@@ -88,7 +89,8 @@ def test_ten_steps_on_one_copy_are_those_on_two(base, tmp_path):
 @pytest.mark.parametrize("architecture", ["qwen2", "llama-bias"])
 def test_a_hundred_steps_on_one_copy_are_those_on_two(tmp_path, architecture):
     base = prepare_base(make_model(tmp_path / "model", architecture=architecture, tied=architecture == "qwen2"))
-    # At the 1e-2 of the short tests the policy of this random model collapses, and the canary's tolerance does not fit it.
+    # At the 1e-2 of the short tests the policy of this random model collapses, and the canary's tolerance does not fit
+    # it.
     assert_equal_runs(base, tmp_path, 100, beta=0.02, learning_rate=2e-3)
 
 

@@ -1,7 +1,7 @@
 """Two ranks of one real vLLM, each with a part of the base: verified by parts, and as exact as one.
 
-On the CPU a rank is a process with a share of the cores. The base is 4-bit with float32 beside it: its baked form is float32 then, where
-trainer and engine differ by 1e-6, so that a wrong part of anything stands out.
+On the CPU a rank is a process with a share of the cores. The base is 4-bit with float32 beside it: its baked form is
+float32 then, where trainer and engine differ by 1e-6, so that a wrong part of anything stands out.
 """
 
 import logging
@@ -179,7 +179,8 @@ def test_seeds_give_the_same_in_any_company_and_a_push_waits_for_nobody(ranks, p
 
 
 def test_what_the_ranks_compile_is_kept_apart_from_other_processors(ranks):
-    """torch's cache would give a rank with AVX2 the token ids that were computed for AVX-512: an index out of range in every step."""
+    """torch's cache would give a rank with AVX2 the token ids that were computed for AVX-512: an index out of range in
+    every step."""
 
     def tag(worker):
         from torch.compiler import config

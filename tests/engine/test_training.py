@@ -102,8 +102,9 @@ def test_a_hundred_steps_move_the_adapter_and_not_one_bit_of_the_base(base, tmp_
         metrics, pushes = lines(tmp_path), lines(tmp_path, "sync.jsonl")
         assert [m["step"] for m in metrics] == list(range(1, 101))
         assert [p["version"] for p in pushes] == list(range(1, 101))
-        # The learning rate is far above any sane one, and the policy ends far from the base: no alarm, with room to spare. With 1e-2 one
-        # of thirteen trainings had 0.029 for three checks: a token whose logprob moved by a nat when its embedding moved by half a unit of bf16.
+        # The learning rate is far above any sane one, and the policy ends far from the base: no alarm, with room to
+        # spare. With 1e-2 one of thirteen trainings had 0.029 for three checks: a token whose logprob moved by a nat
+        # when its embedding moved by half a unit of bf16.
         scored = [p["canary_difference"] for p in pushes if p["canary_difference"] is not None]
         assert len(scored) == 25  # one of four
         assert max(scored) < 0.75 * trainer.bridge.strategy.canary.threshold, max(scored)

@@ -1,4 +1,5 @@
-"""Prompts with images in real vLLM: the same base, the same numbers as the trainer's, and other tokens are never put in the place of ours."""
+"""Prompts with images in real vLLM: the same base, the same numbers as the trainer's, and other tokens are never put in
+the place of ours."""
 
 import io
 import json
@@ -194,7 +195,8 @@ def test_full_weights_reach_the_tower_and_nothing_is_taken_from_a_stale_encoder_
 
 
 def test_images_that_vllm_would_not_see_as_a_whole_are_rejected_before_it_starts(base):
-    """Larger than the sliding window, vLLM attends causally in them without an error; split over two steps, on a CPU, in part."""
+    """Larger than the sliding window, vLLM attends causally in them without an error; split over two steps, on a CPU,
+    in part."""
     config = AutoConfig.from_pretrained(base.path)
     assert attends_both_ways(base.path) is (config.model_type == "gemma3")
     if config.model_type != "gemma3":

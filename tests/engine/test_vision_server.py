@@ -1,4 +1,5 @@
-"""Prompts with images through servers and Ray: the same numbers as in process, and what is hostile is an error of one request."""
+"""Prompts with images through servers and Ray: the same numbers as in process, and what is hostile is an error of one
+request."""
 
 import base64
 import io

@@ -68,7 +68,8 @@ def base(tmp_path_factory):
 
 
 def calling(engine, tokenizer, name, seen):
-    """The engine's `generate`, in which each second prompt without an answer of the tool calls it; what the model writes is cut short."""
+    """The engine's `generate`, in which each second prompt without an answer of the tool calls it; what the model
+    writes is cut short."""
     call = tokenizer.encode(f'<tool_call>\n{{"name": "{name}", "arguments": {{"n": 1}}}}\n</tool_call><|im_end|>')
     answered, generate = tokenizer.convert_tokens_to_ids("<tool_response>"), engine.generate
 

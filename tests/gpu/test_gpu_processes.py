@@ -1,4 +1,5 @@
-"""Several trainer processes over NCCL, by the files of examples/accelerate. Written without GPUs; not yet seen to pass."""
+"""Several trainer processes over NCCL, by the files of examples/accelerate. Written without GPUs; not yet seen to
+pass."""
 
 import importlib.util
 import json

@@ -1,4 +1,5 @@
-"""The two sides of a weight sync, for tests: what runs in the other process, and how it is started, watched and killed."""
+"""The two sides of a weight sync, for tests: what runs in the other process, and how it is started, watched and
+killed."""
 
 from __future__ import annotations
 

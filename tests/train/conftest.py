@@ -27,7 +27,8 @@ def engine(base):
 
 @pytest.fixture(scope="session")
 def engine_in_flight(model_dir):
-    """One on the base that bitsandbytes makes of the tiny model while transformers loads it: another base than the prepared one."""
+    """One on the base that bitsandbytes makes of the tiny model while transformers loads it: another base than the
+    prepared one."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
@@ -102,7 +103,8 @@ def make_trainer(base, engine, plain, config, lora):
 
 @pytest.fixture
 def make_online(base, engine, plain, lora, tmp_path):
-    """QLoRARLOOTrainer or QLoRAOnlineDPOTrainer with FakeEngine; arguments replace the usual ones, `fields` those of its config."""
+    """QLoRARLOOTrainer or QLoRAOnlineDPOTrainer with FakeEngine; arguments replace the usual ones, `fields` those of
+    its config."""
     from online_kinds import KINDS, TINY
     from online_kinds import by_place as reward
 

@@ -233,7 +233,8 @@ class Clerk:
 
 
 class Asking(Scripted):
-    """Calls the tool in the first turn and ends in the second; notes which version was asked for each prompt's turns."""
+    """Calls the tool in the first turn and ends in the second; notes which version was asked for each prompt's
+    turns."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)

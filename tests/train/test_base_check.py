@@ -83,7 +83,8 @@ def test_the_canary_runs_as_often_as_it_is_told(make_trainer, config, tmp_path, 
 def test_what_the_policy_writes_now_decides_where_the_fixed_sequences_have_become_unlikely(
     make_trainer, monkeypatch, caplog
 ):
-    """Rounding is large at tokens that a policy has come to never write; an engine that is wrong is so at others too."""
+    """Rounding is large at tokens that a policy has come to never write; an engine that is wrong is so at others
+    too."""
     trainer = make_trainer()
     strategy, engine = trainer.bridge.strategy, trainer.engine
     real, fixed, moved = engine.score, strategy.canary.sequences, []

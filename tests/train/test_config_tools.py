@@ -1,4 +1,5 @@
-"""`[tools]` and `[environment]` of a run's file: checked by name and by import, shown by `qlora-rl data`, remembered by the run."""
+"""`[tools]` and `[environment]` of a run's file: checked by name and by import, shown by `qlora-rl data`, remembered by
+the run."""
 
 import json
 import logging

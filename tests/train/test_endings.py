@@ -1,4 +1,5 @@
-"""Where a completion ends: at the trainer's EOS as at the engine's own, and TRL hears from the engine which ones were cut off."""
+"""Where a completion ends: at the trainer's EOS as at the engine's own, and TRL hears from the engine which ones were
+cut off."""
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ COLDEST = SamplingSpec(TOKENS, temperature=0.0)
 
 @pytest.fixture(scope="module")
 def sampled(engine, plain):
-    """What the base says after the prompts of the dataset, nearly as at `COLD`: tokens in the middle of it make good ends."""
+    """What the base says after the prompts of the dataset, nearly as at `COLD`: tokens in the middle of it make good
+    ends."""
     engine.drop_adapter()
     return engine.generate([list(prompt.encode()) for prompt in plain["prompt"]], COLDEST).completion_ids
 

@@ -1,4 +1,5 @@
-"""Real processes, real kill -9, at random moments and before every file operation in the run directory: the run goes on every time, no checkpoint is torn, and it ends the same."""
+"""Real processes, real kill -9, at random moments and before every file operation in the run directory: the run goes on
+every time, no checkpoint is torn, and it ends the same."""
 
 import os
 import random
@@ -35,7 +36,8 @@ CHANGES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncat
 
 
 def dies(base, out, at, noted, **fields):
-    """`run`, killed just before its file operation number `at` in the run directory, from 1; 0: never, and they are noted."""
+    """`run`, killed just before its file operation number `at` in the run directory, from 1; 0: never, and they are
+    noted."""
     root, changes = str(out), []
 
     def look(event, arguments):

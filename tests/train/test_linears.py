@@ -1,4 +1,5 @@
-"""The trainer's 4-bit linears on a CPU: the engine's bits forward, bitsandbytes' weight backward, and what is left to bitsandbytes."""
+"""The trainer's 4-bit linears on a CPU: the engine's bits forward, bitsandbytes' weight backward, and what is left to
+bitsandbytes."""
 
 import copy
 import json

@@ -185,7 +185,8 @@ def test_the_plan_does_not_count_on_a_sleep_that_will_not_be(why, field, config,
 
 
 def long_run(config, tmp_path, **fields):
-    """Qwen3-8B, and the config of a run with one sequence of 65,536 tokens, which a card of 24 GB holds only with all that may be turned on."""
+    """Qwen3-8B, and the config of a run with one sequence of 65,536 tokens, which a card of 24 GB holds only with all
+    that may be turned on."""
     shape = Qwen3Config(
         vocab_size=151_936, hidden_size=4096, intermediate_size=12_288, num_hidden_layers=36, num_attention_heads=32,
         num_key_value_heads=8, head_dim=128, max_position_embeddings=131_072,

@@ -1,5 +1,5 @@
-"""Each switch that saves memory alone, and all of them, end with the adapter that none of them gives; with alarm, one-pass scoring, importance
-sampling and tool masks. Float32, one process, no vLLM."""
+"""Each switch that saves memory alone, and all of them, end with the adapter that none of them gives; with alarm,
+one-pass scoring, importance sampling and tool masks. Float32, one process, no vLLM."""
 
 import json
 import shutil
@@ -124,7 +124,8 @@ def talking(tmp_path_factory):
 
 @pytest.mark.parametrize("on", [*((one,) for one in ALL[:3]), ALL[:3]], ids=", ".join)
 def test_a_switch_changes_no_run_whose_tools_answer(on, switched, talking):
-    """Prompts of three lengths; the tokens of the tool's answer are masked, and the conversation is longer than a tile."""
+    """Prompts of three lengths; the tokens of the tool's answer are masked, and the conversation is longer than a
+    tile."""
 
     def run(name, on):
         engine = Telling(load_base(talking), max_model_length=4096)

@@ -26,7 +26,8 @@ from qlora_rl.sync.mismatch_debugger import Diagnosis, MismatchDebugger, Sampled
 
 
 def test_dropout_is_no_alarm(make_trainer, config, model_dir):
-    """In float32: with AVX2's attention a large adapter makes bf16 logprobs depend on how many tokens are scored at once."""
+    """In float32: with AVX2's attention a large adapter makes bf16 logprobs depend on how many tokens are scored at
+    once."""
     base = prepare_base(model_dir, "none", compute_dtype="float32")
     lora = LoraConfig(r=4, lora_alpha=64, lora_dropout=0.5, target_modules="all-linear")
     engine = FakeEngine(load_base(base), max_model_length=64)
@@ -62,7 +63,8 @@ def test_an_engine_that_is_given_nothing_new_is_named_and_the_run_directory_says
 
 
 def test_an_adapter_that_runs_under_autocast_only_is_examined_all_the_same(base, engine):
-    """IA3's vectors are float32: beside 16-bit activations attention takes them under autocast alone, as in training."""
+    """IA3's vectors are float32: beside 16-bit activations attention takes them under autocast alone, as in
+    training."""
     engine.drop_adapter()  # all tests share it
     ia3 = IA3Config(
         target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"

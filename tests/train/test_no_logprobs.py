@@ -22,7 +22,8 @@ from qlora_rl import (
 
 
 class Silent(FakeEngine):
-    """Says that it gives no logprobs; `says` switches that, `leaves` makes of each rollout's logprobs what it returns."""
+    """Says that it gives no logprobs; `says` switches that, `leaves` makes of each rollout's logprobs what it
+    returns."""
 
     says = True
 

@@ -1,4 +1,5 @@
-"""QLoRASFTTrainer and QLoRADPOTrainer on real bitsandbytes: they learn, they leave the base alone, they leave a whole run."""
+"""QLoRASFTTrainer and QLoRADPOTrainer on real bitsandbytes: they learn, they leave the base alone, they leave a whole
+run."""
 
 import json
 

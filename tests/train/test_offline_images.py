@@ -1,4 +1,5 @@
-"""Supervised fine-tuning of a vision-language model: it learns what only the picture shows, and its first loss is TRL's."""
+"""Supervised fine-tuning of a vision-language model: it learns what only the picture shows, and its first loss is
+TRL's."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""Every option of GRPOConfig, RLOOConfig and OnlineDPOConfig: a step with it, or the test that holds it, or why it is an exception."""
+"""Every option of GRPOConfig, RLOOConfig and OnlineDPOConfig: a step with it, or the test that holds it, or why it is
+an exception."""
 
 import dataclasses
 import inspect

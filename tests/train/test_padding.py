@@ -63,7 +63,8 @@ def batch(seed=0):
 
 
 def group(seed=0):
-    """Two prompts with three and two completions, not side by side, one of which is as long as another; and a prompt with one."""
+    """Two prompts with three and two completions, not side by side, one of which is as long as another; and a prompt
+    with one."""
     ids = torch.randint(3, WORDS, (6, LONGEST), generator=torch.Generator().manual_seed(seed))
     mask = torch.ones_like(ids)
     for row, (first, last) in enumerate([(0, 20), (2, 15), (0, 20), (2, 11), (0, 24), (4, 24)]):

@@ -28,7 +28,8 @@ def wide(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def mixtures(tmp_path_factory):
-    """In 4 bits and fused in 16, wide enough for their layers to be most of a step; of 8 experts, or of 32, 2 are chosen."""
+    """In 4 bits and fused in 16, wide enough for their layers to be most of a step; of 8 experts, or of 32, 2 are
+    chosen."""
     work, bases = tmp_path_factory.mktemp("mixture"), {}
     for kind, experts, width in (("4 bits", 8, 512), ("many", 32, 256), ("fused", 8, 512)):
         shape = {"head_dim": 128, "positions": TOKENS, "num_experts": experts, "moe_intermediate_size": width}

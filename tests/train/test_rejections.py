@@ -233,7 +233,8 @@ def test_model_init_kwargs_that_a_base_does_not_take_are_rejected_by_name(option
 def test_a_4_bit_base_in_another_half_precision_than_autocast_is_rejected_before_it_is_loaded(
     form, make_trainer, model_dir, config, monkeypatch
 ):
-    """On a CPU torch's autocast joins float32 and its own dtype, and raises in the first forward pass where a third one meets it."""
+    """On a CPU torch's autocast joins float32 and its own dtype, and raises in the first forward pass where a third one
+    meets it."""
     options = {}
     if form == "name":
         model, options = str(model_dir), {"model_init_kwargs": {"dtype": torch.float16}}

@@ -333,8 +333,8 @@ def test_a_run_that_is_resumed_is_the_same_one_for_a_server(tmp_path):
     assert RunDirectory(tmp_path, "overwrite").session() != first
 
 
-# What a process does that writes `checkpoint-7`, where one of that name is or is not; it kills itself at the n-th time that it
-# touches the disk.
+# What a process does that writes `checkpoint-7`, where one of that name is or is not; it kills itself at the n-th time
+# that it touches the disk.
 WRITES = """
 import os, signal, sys
 from pathlib import Path

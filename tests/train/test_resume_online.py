@@ -1,4 +1,5 @@
-"""Runs of the other trainers that sample go on, too: RLOO, online DPO, and GRPO whose rollouts overlap. `FakeEngine`, one process."""
+"""Runs of the other trainers that sample go on, too: RLOO, online DPO, and GRPO whose rollouts overlap. `FakeEngine`,
+one process."""
 
 import collections
 

@@ -1,4 +1,5 @@
-"""The engine's choice of experts in the trainer: compared, and replayed. Without vLLM: what it chose is made up here."""
+"""The engine's choice of experts in the trainer: compared, and replayed. Without vLLM: what it chose is made up
+here."""
 
 import dataclasses
 import functools
@@ -171,7 +172,8 @@ def test_the_engines_weights_are_replayed_to_the_bit_where_they_are_known_and_ne
 
 
 def test_replayed_weights_have_the_gradient_of_the_trainers_routers(model):
-    """With its own weights as the engine's no bit of a gradient changes; with others the gradient is that of weights moved by a constant."""
+    """With its own weights as the engine's no bit of a gradient changes; with others the gradient is that of weights
+    moved by a constant."""
     ids_BT, mask_BT = _batch()
     chosen, weights = _both(model, ids_BT, mask_BT)
     chosen = [each.to(torch.int16) for each in chosen]

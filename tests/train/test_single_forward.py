@@ -31,7 +31,8 @@ def offset(generate, by=lambda row, column: 5e-4 * ((row + column) % 3 - 1)):
 def exact(model_dir):
     """A float32 base and an engine on it, which are 1e-6 apart on every processor.
 
-    In bf16 they are 0.014 apart where torch has AVX2's vectors of eight: its attention adds up few keys in another order than many.
+    In bf16 they are 0.014 apart where torch has AVX2's vectors of eight: its attention adds up few keys in another
+    order than many.
     """
     base = prepare_base(model_dir, "none", compute_dtype="float32")
     with FakeEngine(load_base(base), max_model_length=64) as engine:

@@ -1,4 +1,5 @@
-"""What saves memory in a step changes no run: with sampler, alarm and importance sampling, killed and resumed. `FakeEngine`, one process."""
+"""What saves memory in a step changes no run: with sampler, alarm and importance sampling, killed and resumed.
+`FakeEngine`, one process."""
 
 from functools import partial
 
@@ -41,7 +42,8 @@ def copier(monkeypatch):
 
 
 def test_a_run_with_mlps_in_tiles_is_resumed_bit_for_bit_and_raises_no_alarm(base, monkeypatch, tmp_path):
-    """Tiles of eight tokens; the first loss is that of whole MLPs, and the adapter differs by the rounding of its gradients."""
+    """Tiles of eight tokens; the first loss is that of whole MLPs, and the adapter differs by the rounding of its
+    gradients."""
     fields = CHECKPOINTED | {"peft_config": LoraConfig(r=4, target_modules="all-linear"), "learning_rate": 1e-3}
     with make(base, tmp_path / "whole", "fake", **fields) as whole:
         whole.train()

@@ -1,4 +1,5 @@
-"""docs/trl-arguments.md names every argument of TRL's trainer, docs/trainer.md every one of ours; rows.toml has the tests of each row.
+"""docs/trl-arguments.md names every argument of TRL's trainer, docs/trainer.md every one of ours; rows.toml has the
+tests of each row.
 
 tests/capabilities.toml has those of everything that users have."""
 

@@ -120,7 +120,8 @@ def test_an_app_that_swallows_the_error_of_a_long_body_still_answers_413():
 
 
 def test_a_client_that_still_writes_can_read_the_rejection():
-    """Hanging up on it would reset the connection; but it is neither listened to for ever nor for any number of bytes."""
+    """Hanging up on it would reset the connection; but it is neither listened to for ever nor for any number of
+    bytes."""
     gate, read = Gate(app, KEY, 100), []
 
     async def rejected(receive):

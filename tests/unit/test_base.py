@@ -453,7 +453,8 @@ def test_a_4_bit_checkpoint_keeps_its_own_quantisation(model_dir, tmp_path):
 
 
 def test_blocks_that_would_span_rows_are_rejected(model_dir):
-    """bitsandbytes 0.50's CPU kernel dequantises them with the wrong scales where it runs with AVX-512; this documents it."""
+    """bitsandbytes 0.50's CPU kernel dequantises them with the wrong scales where it runs with AVX-512; this documents
+    it."""
     import bitsandbytes.functional as functional
 
     from qlora_rl.base.decode import uses_avx512

@@ -225,7 +225,8 @@ def test_the_version_before_the_newest_is_asked_for_by_its_digest_and_an_older_o
 
 
 def test_another_thread_ends_what_waits_on_a_connection_whichever_request_has_opened_it():
-    """A real server, that answers everything but rollouts, and closes the first connection as if it had idled for too long."""
+    """A real server, that answers everything but rollouts, and closes the first connection as if it had idled for too
+    long."""
     http_errors, arrived, is_over = Server(), threading.Event(), threading.Event()
     opened = {}
 
@@ -381,7 +382,10 @@ def test_a_prompt_that_does_not_fit_is_not_sent(engine, server):
 
 
 def test_the_client_imports_no_vllm():
-    code = "import sys, qlora_rl; qlora_rl.ServerEngine; print([m for m in sys.modules if m.split('.')[0] in ('vllm', 'fastapi')])"
+    code = (
+        "import sys, qlora_rl; qlora_rl.ServerEngine; print([m for m in sys.modules if m.split('.')[0] in ('vllm', "
+        "'fastapi')])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

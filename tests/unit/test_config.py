@@ -1,4 +1,5 @@
-"""The TOML file of a run: every field has a wrong value, and what is said about it; the settled copy is the same run."""
+"""The TOML file of a run: every field has a wrong value, and what is said about it; the settled copy is the same
+run."""
 
 import json
 import os
@@ -84,8 +85,10 @@ WRONG = {
         "extract": [({"answer": "("}, "is no regular expression"), ({"answer": "(a)(b)"}, "has 2 groups"), ("####", "a table of strings")],
         "format": [("chatml", "none of 'plain', 'chat'")],
         "system_prompt": [(1, TEXT), ("Think.", "Set [data] format = 'chat'")],
-        "chat_template_kwargs": [("x", "a table of values"), ({"enable_thinking": False}, "Set [data] format = 'chat'")],
-        "images": [(1, TEXT), ("image", "Set [data] format = 'chat'"), ("image", "train has no column 'image', but prompt, answer, careless")],
+        "chat_template_kwargs": [("x", "a table of values"), ({"enable_thinking": False}, "Set [data] format = "
+                                                                                          "'chat'")],
+        "images": [(1, TEXT), ("image", "Set [data] format = 'chat'"), ("image", "train has no column 'image', but "
+                                                                                 "prompt, answer, careless")],
         "limit": [(0, "at least 1"), ("all", WHOLE)],
     },
     "rewards": {
@@ -232,7 +235,8 @@ def test_everything_is_said_at_once(tmp_path):
         "[adapter] rank: unknown; did you mean [adapter] r?",
         "[adapter] r: '8' is not a whole number",
         "[run] lora_alpha: unknown; did you mean [adapter] lora_alpha?",
-        "[rollout] where: 'colocat' is neither 'colocate', 'server', 'ray' nor a URL such as 'http://host:8000'; did you mean 'colocate'?",
+        "[rollout] where: 'colocat' is neither 'colocate', 'server', 'ray' nor a URL such as 'http://host:8000'; did "
+        "you mean 'colocate'?",
         "[[rewards]] number 0 arguments: at_most is missing: 'length_match' needs it",
         "[[rewards]] number 1 weight: '1' is not a number",
     ):
@@ -245,16 +249,19 @@ def test_everything_is_said_at_once(tmp_path):
     ("changes", "place", "said"),
     [
         ({"rewards": None}, "[[rewards]]", "scores completions"),
-        ({"method": "dpo", "rewards": None}, "[data] train", "needs the columns chosen and rejected; there are answer, careless, prompt"),
+        ({"method": "dpo", "rewards": None}, "[data] train", "needs the columns chosen and rejected; there are answer, "
+                                                             "careless, prompt"),
         ({"method": "sft"}, "[[rewards]]", "scores no completions"),
         ({"method": "sft", "rewards": None, "sync": {"how": "weights"}}, "[sync] how", "not of method = 'sft'"),
-        ({"method": "sft", "rewards": None, "run": {"gpu_memory": 8}}, "[run] gpu_memory", "is of grpo, rloo, async_grpo, not"),
+        ({"method": "sft", "rewards": None, "run": {"gpu_memory": 8}}, "[run] gpu_memory", "is of grpo, rloo, "
+                                                                                           "async_grpo, not"),
         ({"method": "sft", "rewards": None, "adapter": {"kind": "none"}, "base": {"model": "a", "quant": "none"}}, "[adapter] kind", "adapters only"),
         ({"base": {"model": "a", "quant": "none"}, "adapter": {"kind": "none"}}, "[adapter] kind", "Set [sync] how = 'weights'"),
         ({"adapter": {"kind": "none"}, "run": {"gpu_memory": 8}}, "[run] gpu_memory", "memory is not planned"),
         ({"method": "async_grpo", "train": {"vllm_enable_sleep_mode": True}}, "[train] vllm_enable_sleep_mode", "never rests"),
         ({"adapter": {"kind": "none", "r": 4}}, "[adapter] r", "trains no adapter"),
-        ({"adapter": {"use_dora": True}, "sync": {"how": "lora_adapter"}}, "[sync] how", "use_dora, which cannot be synced alone"),
+        ({"adapter": {"use_dora": True}, "sync": {"how": "lora_adapter"}}, "[sync] how", "use_dora, which cannot be "
+                                                                                         "synced alone"),
         ({"rollout": {"where": "http://a", "base_compute": "baked"}}, "[rollout] base_compute", "where that server is started"),
         ({"rollout": {"where": "server", "vllm": {"a": 1}}}, "[rollout] vllm", "'colocate' and 'ray' only"),
         ({"rollout": {"where": "server", "replicas": 2}}, "[rollout] replicas", "it is of where = 'ray'"),
@@ -437,7 +444,10 @@ def test_a_directory_in_which_a_process_starts_is_not_free(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     file, taken = written(tmp_path, GOOD), tmp_path / "runs" / "some"
     taken.mkdir(parents=True)
-    code = "import sys, time; from pathlib import Path; from qlora_rl.locks import hold; hold(Path(sys.argv[1])); print(1, flush=True); sys.stdin.read()"
+    code = (
+        "import sys, time; from pathlib import Path; from qlora_rl.locks import hold; hold(Path(sys.argv[1])); "
+        "print(1, flush=True); sys.stdin.read()"
+    )
     with subprocess.Popen(
         [sys.executable, "-c", code, str(taken)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as other:

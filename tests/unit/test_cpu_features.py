@@ -498,7 +498,8 @@ def test_products_of_many_shapes_leave_few_kernels_behind(monkeypatch):
     def grown(*told):
         return int(subprocess.check_output([sys.executable, "-c", SHAPES, *told], env=environment)) / 1024
 
-    # Of two processes each: once, beside other tests, a process of one had held what it usually does not, or the other way round.
+    # Of two processes each: once, beside other tests, a process of one had held what it usually does not, or the other
+    # way round.
     many, few = max(grown(), grown()), min(grown("few"), grown("few"))
     assert few < 0.6 * many, f"MiB for 800 shapes: {few}, {many}"
 

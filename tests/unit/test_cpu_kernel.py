@@ -58,7 +58,8 @@ def test_what_it_decodes_and_multiplies_with_is_bitsandbytes_weight(kernel, quan
     assert torch.equal(multiply(kernel, eye, [weight], (0, 512), blocksize).t(), exact)
 
 
-# With up to 30 tokens rows are decoded while the first tokens are multiplied: every number of those, with and without a rest.
+# With up to 30 tokens rows are decoded while the first tokens are multiplied: every number of those, with and without a
+# rest.
 @pytest.mark.parametrize("tokens", [*range(1, 14), 28, 29, 30, 31, 63, 64, 65, 130])
 def test_sums_are_those_of_float32_rounded_once(kernel, tokens):
     """Half a unit of bf16's last place for the rounding, and what float32 sums of 768 products may be off."""
@@ -168,7 +169,8 @@ def test_gradients_of_weights_that_fill_no_panel_are_left_to_bitsandbytes(kernel
 
 @pytest.mark.parametrize("columns", [16, 48, 768])
 def test_bf16_weights_are_multiplied_as_4_bit_ones(columns):
-    """Half a unit of bf16's last place for the rounding, and what float32 sums may be off; a weight comes out as it is."""
+    """Half a unit of bf16's last place for the rounding, and what float32 sums may be off; a weight comes out as it
+    is."""
     kernel = built("avx2")
     if kernel is None:
         pytest.skip("this processor lacks the instructions")

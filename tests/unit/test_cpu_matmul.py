@@ -44,7 +44,8 @@ def layer(request, monkeypatch):
 
 
 def near(found, wanted, dtype):
-    """In float32 as far as sums in another order go; in bf16 each of three roundings may be off by half a unit of the last place."""
+    """In float32 as far as sums in another order go; in bf16 each of three roundings may be off by half a unit of the
+    last place."""
     return torch.allclose(
         found.double(), wanted, **({"atol": 1e-4} if dtype == torch.float32 else {"atol": 0.3, "rtol": 0.01})
     )

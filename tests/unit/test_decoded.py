@@ -42,7 +42,8 @@ KERNELS = {f"by the kernel for {name}": name for name in BUILDS}
 
 @pytest.fixture(params=["in bf16", "in float32", "in float32, by table", *KERNELS], autouse=True)
 def way(request, monkeypatch):
-    """How this processor, one without bf16 instructions, and one without AVX-512 either make a product; and both of our kernels."""
+    """How this processor, one without bf16 instructions, and one without AVX-512 either make a product; and both of our
+    kernels."""
     monkeypatch.setattr(decoded, "uses_avx512", lambda: "table" not in request.param)
     if request.param in KERNELS and built(KERNELS[request.param]) is None:
         pytest.skip("this processor lacks the instructions")
@@ -114,7 +115,8 @@ def with_second_zero_negative(codes, state):
 
 
 def test_a_zero_of_the_other_sign_is_the_same_weight(way, monkeypatch):
-    """The faster decoder is taken for FP4 as for NF4, on a processor where bitsandbytes gives FP4's second zero a sign."""
+    """The faster decoder is taken for FP4 as for NF4, on a processor where bitsandbytes gives FP4's second zero a
+    sign."""
     weight = fused(quant="fp4")
     linear = linear_of(weight, way=way)
     monkeypatch.setattr(decoded, "decode_plainly", with_second_zero_negative)
@@ -256,7 +258,8 @@ def test_another_word_is_rejected_with_those_that_there_are():
 def test_what_was_installed_is_said_in_one_line():
     found = BaseCompute("baked", "direct", "asked for", 2**30, {"lm_head": "no kernel"})
     assert str(found) == (
-        "linears multiply with: baked, 1.00 GiB of copies (asked for); adapters: direct; lm_head is left to vLLM: no kernel"
+        "linears multiply with: baked, 1.00 GiB of copies (asked for); adapters: direct; lm_head is left to vLLM: no "
+        "kernel"
     )
 
 

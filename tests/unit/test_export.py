@@ -542,7 +542,8 @@ def _appends_eos(model):
 
 
 def _takes_no_words(model):
-    """A word that is a token, to which no merges lead: llama.cpp takes it all the same in vocabularies of Llama 3's kind."""
+    """A word that is a token, to which no merges lead: llama.cpp takes it all the same in vocabularies of Llama 3's
+    kind."""
     content = json.loads((model / "tokenizer.json").read_text())
     content["model"]["vocab"]["qzqz"] = len(content["model"]["vocab"])
     (model / "tokenizer.json").write_text(json.dumps(content))

@@ -1,4 +1,5 @@
-"""`Fleet` over replicas that answer, break, come back and lie; real servers are in tests/engine/test_server_faults.py."""
+"""`Fleet` over replicas that answer, break, come back and lie; real servers are in
+tests/engine/test_server_faults.py."""
 
 import json
 import threading

@@ -1,4 +1,5 @@
-"""Layer inputs that wait in host memory are counted there, and what has no room there is said; plans of methods without an engine."""
+"""Layer inputs that wait in host memory are counted there, and what has no room there is said; plans of methods without
+an engine."""
 
 import json
 
@@ -13,8 +14,8 @@ FIELDS = {
     "vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32,
     "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131_072, "tie_word_embeddings": False,
 }  # fmt: skip
-# 36 layer inputs of 40,960 tokens x 4096 numbers x 2 bytes, each in a block of 512 MiB; and as much again for blocks of shorter micro-batches,
-# which torch keeps.
+# 36 layer inputs of 40,960 tokens x 4096 numbers x 2 bytes, each in a block of 512 MiB; and as much again for blocks of
+# shorter micro-batches, which torch keeps.
 INPUTS_GIB = 2 * 18.0
 LONG = {"max_length": 40_960, "batch_size": 1, "gpu_memory_gib": 24}
 

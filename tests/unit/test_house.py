@@ -63,7 +63,8 @@ def module(path: Path) -> str:
 
 
 def imported_modules(path: Path) -> set[str]:
-    """Modules of ours that a file imports anywhere in it, also for type checkers; a package counts as its `__init__`."""
+    """Modules of ours that a file imports anywhere in it, also for type checkers; a package counts as its
+    `__init__`."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):

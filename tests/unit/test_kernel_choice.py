@@ -1,4 +1,5 @@
-"""The ways to multiply on a GPU: rules that are measured, joined parts, a table that is kept. All but the kernels and the clock."""
+"""The ways to multiply on a GPU: rules that are measured, joined parts, a table that is kept. All but the kernels and
+the clock."""
 
 import json
 from types import SimpleNamespace

@@ -44,7 +44,8 @@ def test_live_counts_what_is_made_until_it_is_freed_and_nothing_that_was_there()
     ("batch", "length", "padded"), [(1, 700, True), (2, 300, True), (1, 700, False), (2, 300, False), (1, 1500, False)]
 )
 def test_each_line_of_the_estimate_is_within_5_percent_of_the_live_tensors(base, batch, length, padded):
-    """The peak is estimated a little too large: the decoded weight and the gradients, a tenth here, are not all there at that moment."""
+    """The peak is estimated a little too large: the decoded weight and the gradients, a tenth here, are not all there
+    at that moment."""
     step = Step(base, batch, length, padded=padded)
     measured, planned = step.measure(), step.planned()
     for line in LINES if padded else [line for line in LINES if "mask" not in line]:

@@ -1,4 +1,5 @@
-"""`iter_weights`: a bare model that is given these weights computes what the adapted one computes, which stays untouched."""
+"""`iter_weights`: a bare model that is given these weights computes what the adapted one computes, which stays
+untouched."""
 
 import copy
 import weakref

@@ -106,7 +106,8 @@ DENSE = {
 
 @pytest.mark.parametrize("form", DENSE)
 def test_no_form_puts_an_adapter_silently_elsewhere_than_on_the_mlp_without_experts(form):
-    """PEFT 0.21 has none that reaches it. Once it has, docs/mixtures.md is to say so: `test_mixtures.py` has it served exactly."""
+    """PEFT 0.21 has none that reaches it. Once it has, docs/mixtures.md is to say so: `test_mixtures.py` has it served
+    exactly."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model, config = _model("qwen3_moe-dense"), LoraConfig(r=4, **DENSE[form])

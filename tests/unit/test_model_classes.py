@@ -1,4 +1,5 @@
-"""Vision-language models: what of them is 4-bit, what belongs to their identity, and what is rejected before anything starts."""
+"""Vision-language models: what of them is 4-bit, what belongs to their identity, and what is rejected before anything
+starts."""
 
 import copy
 import json
@@ -149,7 +150,8 @@ PLACEMENTS = {
     "one layer": (LoraConfig(target_modules=["q_proj"], layers_to_transform=[1]), "adapter", ""),
     "language MLP": (LoraConfig(target_modules=r"model\.language_model\..*\.(gate|up|down)_proj"), "adapter", ""),
     "tower attention": (LoraConfig(target_modules=rf"{TOWER}\.attn\.qkv"), "full_weights", "model.visual.blocks.0.attn.qkv and 1 more"),
-    "tower by name": (LoraConfig(target_modules=["qkv", "q_proj"]), "full_weights", "model.visual.blocks.0.attn.qkv and 1 more"),
+    "tower by name": (LoraConfig(target_modules=["qkv", "q_proj"]), "full_weights", "model.visual.blocks.0.attn.qkv "
+                                                                                    "and 1 more"),
     "tower MLP": (LoraConfig(target_modules=rf"{TOWER}\.mlp\.(.*fc[12]|.*_proj)"), "full_weights", "model.visual.blocks.0.mlp."),
     "projector": (LoraConfig(target_modules=PROJECTOR), "full_weights", "model.visual."),
     "patches": (LoraConfig(target_modules=r"model\.visual\.patch_embed\.proj"), "reject", "model.visual.patch_embed.proj"),
@@ -164,13 +166,15 @@ PLACEMENTS = {
     "rows of embeddings": (LoraConfig(target_modules=LANGUAGE, trainable_token_indices=[5]), "full_weights", "=[5]"),
     "all biases": (LoraConfig(target_modules=LANGUAGE, bias="all"), "full_weights", "bias='all'"),
 }  # fmt: skip
-# Gemma's tower calls its linears as the language model does, its projector is no linear, and its head is tied to the embeddings.
+# Gemma's tower calls its linears as the language model does, its projector is no linear, and its head is tied to the
+# embeddings.
 _SEEN, _TIED = "model.vision_tower.encoder.layers.", "The model ties its output head to the embedding"
 PLACEMENTS_OF_GEMMA = PLACEMENTS | {
     "attention by name": (LoraConfig(target_modules=["q_proj", "v_proj"]), "full_weights", "_proj and 3 more belong"),
     "one layer": (LoraConfig(target_modules=["q_proj"], layers_to_transform=[1]), "full_weights", f"{_SEEN}1.self_attn.q_proj belong"),
     "tower attention": (LoraConfig(target_modules=rf"{TOWER}\.self_attn\.out_proj"), "full_weights", f"{_SEEN}0.self_attn.out_proj and 1 more"),
-    "tower by name": (LoraConfig(target_modules=["out_proj", "fc1"]), "full_weights", f"{_SEEN}0.self_attn.out_proj and 3 more"),
+    "tower by name": (LoraConfig(target_modules=["out_proj", "fc1"]), "full_weights", f"{_SEEN}0.self_attn.out_proj "
+                                                                                      "and 3 more"),
     "tower MLP": (LoraConfig(target_modules=rf"{TOWER}\.mlp\.fc[12]"), "full_weights", f"{_SEEN}0.mlp."),
     "projector": (LoraConfig(target_modules=LANGUAGE, target_parameters=["mm_input_projection_weight"]), "full_weights", "target_parameters"),
     "patches": (LoraConfig(target_modules=["patch_embedding"]), "reject", "model.vision_tower.embeddings.patch_embedding"),

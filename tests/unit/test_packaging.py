@@ -77,7 +77,8 @@ def built(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def installed(built, tmp_path_factory):
-    """A directory with nothing but the wheel's files, and the environment in which they are found before the checkout."""
+    """A directory with nothing but the wheel's files, and the environment in which they are found before the
+    checkout."""
     site = tmp_path_factory.mktemp("site")
     options = ["--no-index", "--no-deps", "--quiet", "--target", str(site)]
     subprocess.run([sys.executable, "-m", "pip", "install", *options, str(next(built.glob("*.whl")))], check=True)

@@ -104,7 +104,8 @@ CHEATS = {
         "class Alike(list):\n    def __eq__(self, other): return True\ndef add(a, b): return Alike()", "assert add([1], [2]) == [1, 2]"),
     "abs is rebound for the tests": ("abs = lambda x: 0\ndef add(a, b): return 0", "assert abs(add(1, 2) - 3) < 1e-6"),
     "math is rebound for the tests": (
-        "class math:\n    isclose = lambda *a, **k: True\ndef add(a, b): return 0", "assert math.isclose(add(1, 2), 3)"),
+        "class math:\n    isclose = lambda *a, **k: True\ndef add(a, b): return 0", "assert math.isclose(add(1, 2), "
+                                                                                    "3)"),
     "builtins are replaced": (
         "import builtins\nbuiltins.len = builtins.abs = builtins.sum = lambda *a: 3\nbuiltins.AssertionError = BaseException\n"
         "def add(a, b): return 0",
@@ -134,7 +135,8 @@ CHEATS = {
         "        for frame in (json.dumps(['answer', said, []]), json.dumps(['ask', 'call', [{'type': 'type'}, 3], {}])):\n"
         "            try: os.write(fd, len(frame).to_bytes(4, 'big') + frame.encode())\n            except OSError: pass",
         ADDS),
-    "the tests' loop is ended": ("def add(a, b): raise StopIteration", "assert all(map(lambda p: add(*p) == 3, [(1, 2)]))"),
+    "the tests' loop is ended": ("def add(a, b): raise StopIteration", "assert all(map(lambda p: add(*p) == 3, [(1, "
+                                                                       "2)]))"),
     "a deep answer": ("def add(a, b):\n    x = []\n    for _ in range(10**5): x = [x]\n    return x", ADDS),
     "an endless answer": ("def add(a, b):\n    x = [3]\n    x.append(x)\n    return x", ADDS),
     "right sums are not printed": ("print('3')", [{"input": "1 2", "output": "3"}, {"input": "2 2", "output": "4"}]),
@@ -402,7 +404,8 @@ ODD = {
     "arguments of any name": (
         "def f(self, operation, function, remote, each): return each(operation=self + operation + function + remote)\n"
         "def g(**k): return k['self']",
-        "assert f(self=1, operation=2, function=3, remote=4, each=lambda **k: k['operation'] + 1) == 11 and g(self=1) == 1"),
+        "assert f(self=1, operation=2, function=3, remote=4, each=lambda **k: k['operation'] + 1) == 11 and g(self=1) "
+        "== 1"),
     "a recursion as deep as may be": ("def f(n): return 0 if n == 0 else 1 + f(n - 1)", "assert f(990) == 990"),
     "a constant and a module": ("import math\nLIMIT = 3\ndef area(r): return math.pi * r * r",
         "assert LIMIT == 3 and math.isclose(area(1), math.pi)"),
@@ -488,11 +491,17 @@ def test_tests_of_another_form_are_rejected(tests):
 
 
 REACHES = {
-    "a file to write": "open('file', 'w')", "a file to write elsewhere": "open('/tmp/qlora-rl-file', 'w')", "a file to remove": "import os; os.remove('/tmp/x')",
-    "a socket": "import socket; socket.socket()", "a pair of sockets that carries messages": "import socket; socket.socketpair(type=socket.SOCK_DGRAM)",
-    "a process": "import os; os.fork()", "a program": "import os; os.execv('/bin/true', ['true'])", "a shell": "import subprocess; subprocess.run('true', shell=True)",
+    "a file to write": "open('file', 'w')", "a file to write elsewhere": "open('/tmp/qlora-rl-file', "
+                                                                         "'w')", "a file to remove": "import os; os.remove('/tmp/x')",
+    "a socket": "import socket; socket.socket()", "a pair of sockets that carries messages": "import socket; "
+                                                                                             "socket.socketpair(type=socket.SOCK_DGRAM)",
+    "a process": "import os; os.fork()", "a program": "import os; os.execv('/bin/true', "
+                                                      "['true'])", "a shell": "import subprocess; "
+                                                                              "subprocess.run('true', shell=True)",
     "a signal to another": "import os; os.kill(os.getppid(), 0)", "a signal by the back door": "import fcntl, os; fcntl.fcntl(0, 8, os.getppid())",
-    "memory in a file": "import os; os.memfd_create('x')", "another limit": "import resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
+    "memory in a file": "import os; os.memfd_create('x')", "another limit": "import resource; "
+                                                                            "resource.setrlimit(resource.RLIMIT_AS, "
+                                                                            "(-1, -1))",
     "another root": "import os; os.chroot('/')", "another user": "import os; os.setuid(1)", "another session": "import os; os.setsid()",
     "much memory": "x = 'x' * 10**10", "packages": "import torch",
 }  # fmt: skip

@@ -1,4 +1,5 @@
-"""Numbers that are outside of their range, and paths that do not exist, are bad usage: exit code 2, before anything is loaded."""
+"""Numbers that are outside of their range, and paths that do not exist, are bad usage: exit code 2, before anything is
+loaded."""
 
 import pytest
 

@@ -59,8 +59,8 @@ def test_a_step_is_taken_apart_with_the_proof_of_its_push(tmp_path):
     lines = "".join(json.dumps({"step": i, "reward": 0.5, **METRIC, "canary_seconds": 0.1}) + "\n" for i in range(5))
     page = read_page(make_run(tmp_path / "a", metrics=lines))
     assert (
-        "a: sampler writes answers 200 ms, trainer scores and learns 98 ms, push to the sampler 2.0 ms, check of the push 100 ms"
-        in page
+        "a: sampler writes answers 200 ms, trainer scores and learns 98 ms, push to the sampler 2.0 ms, check of the "
+        "push 100 ms" in page
     )
     assert "check of the push</th>" not in read_page(make_run(tmp_path / "b"))  # there is none
 

@@ -53,6 +53,7 @@ def test_a_record_that_cannot_be_formatted_or_encoded_ends_nothing(tmp_path, mon
     with RunLog() as log:
         log.write_to(tmp_path)
         logging.getLogger("transformers.x").warning("is deprecated", FutureWarning)
-        # Of a library, as its loggers do not propagate: pytest's report cannot carry the character to its other process.
+        # Of a library, as its loggers do not propagate: pytest's report cannot carry the character to its other
+        # process.
         logging.getLogger("vllm.engine").warning("half a character: \ud83d")
     assert "half a character: \\ud83d" in (tmp_path / LOG).read_text()

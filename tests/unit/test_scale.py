@@ -1,4 +1,5 @@
-"""The model of benchmarks/scale.py where the answer is known, and what it said of the runs that it was compared with."""
+"""The model of benchmarks/scale.py where the answer is known, and what it said of the runs that it was compared
+with."""
 
 import dataclasses
 import json

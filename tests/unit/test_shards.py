@@ -1,4 +1,5 @@
-"""A base in parts: what several ranks hold is compared with the directory, piece by piece; and where each piece lies."""
+"""A base in parts: what several ranks hold is compared with the directory, piece by piece; and where each piece
+lies."""
 
 from types import SimpleNamespace
 
@@ -23,7 +24,8 @@ def plain(model_dir):
 
 
 def cut(plain, change=lambda rank, name, part: part):
-    """What two ranks hold: columns of `down_proj` and `o_proj`, rows of all other linears and of the embedding, all of the rest."""
+    """What two ranks hold: columns of `down_proj` and `o_proj`, rows of all other linears and of the embedding, all of
+    the rest."""
     held = [{}, {}]
     for name, whole in StoredTensors(plain.path).items():
         dim = 1 if "down_proj.weight" in name or "o_proj.weight" in name else 0

@@ -53,7 +53,8 @@ def test_the_base_stays_bit_for_bit_and_the_start_is_exactly_the_bare_base(loade
 @pytest.mark.parametrize("fields", [{}, {"use_rslora": True}], ids=["plain", "rsLoRA"])
 @pytest.mark.parametrize("start", ["pissa", "olora"])
 def test_steps_are_those_of_pefts_own_start_which_changes_the_base(plain, start, fields):
-    """On a float32 base, where PEFT's change of it rounds little: gradient norms and logits after five clipped steps."""
+    """On a float32 base, where PEFT's change of it rounds little: gradient norms and logits after five clipped
+    steps."""
     config = lora(init_lora_weights=start, **fields)
     theirs, ours = get_peft_model(copy.deepcopy(plain), config), start_adapter(copy.deepcopy(plain), config)
     before = dict(plain.named_parameters())

@@ -162,7 +162,8 @@ def test_on_a_gpu_every_turn_and_every_step_is_on_the_stream_on_which_the_engine
 
 @pytest.fixture
 def interrupts():
-    """SIGINT again and again; it raises wherever the main thread is below drive.py, as in a script that does nothing else."""
+    """SIGINT again and again; it raises wherever the main thread is below drive.py, as in a script that does nothing
+    else."""
     main, struck, is_over = threading.get_ident(), [], threading.Event()
 
     def strike(_, frame):

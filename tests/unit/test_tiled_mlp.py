@@ -104,7 +104,8 @@ def with_counts(step):
 
 @pytest.mark.parametrize("coded", [False, True])
 def test_an_mlp_that_is_computed_again_leaves_its_last_product_out(base, monkeypatch, coded):
-    """The gradients keep their bits, as nobody reads what it would give; also with the linears of a trainer on a CPU, which keep their forward."""
+    """The gradients keep their bits, as nobody reads what it would give; also with the linears of a trainer on a CPU,
+    which keep their forward."""
     step = Step(base, 2, 300, tiles=False)
     if coded:
         apply_linears(step.bare)
@@ -149,7 +150,8 @@ def test_an_mlp_that_does_more_with_its_last_product_computes_it():
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3_text", "olmo2", "mixtral"])
 def test_norms_in_tiles_have_the_bits_of_whole_ones(kind):
-    """Over the hidden size, over a head, over all heads; before and behind attention and MLP; and where there is no MLP to tile.
+    """Over the hidden size, over a head, over all heads; before and behind attention and MLP; and where there is no MLP
+    to tile.
 
     In 16 bits: in float32 nothing is converted, and autograd adds up the parts of a gradient in another order.
     """

@@ -220,7 +220,8 @@ def test_a_command_sets_its_libraries_aside_and_leaves_another_process_alone():
 
 
 def test_what_a_command_has_set_aside_stays_so_until_it_is_released():
-    """vLLM freezes its objects with all others when an engine starts, and unfreezes all of them, a million, when it ends."""
+    """vLLM freezes its objects with all others when an engine starts, and unfreezes all of them, a million, when it
+    ends."""
     code = (
         "import gc, sys\n"
         "from qlora_rl.engine.loading import as_command, loading, released\n"
@@ -409,7 +410,8 @@ def test_a_demo_in_a_directory_that_holds_a_run_says_so_before_it_imports(tmp_pa
 def test_a_command_that_ends_with_an_error_says_so_and_nothing_else(tmp_path):
     """triton's bindings print forty lines where the interpreter's end does not find what they have made."""
     done = _alone(
-        f"import sys; from qlora_rl.cli import program; sys.argv = ['', 'chat', {str(tmp_path)!r}]; sys.exit(program())",
+        f"import sys; from qlora_rl.cli import program; sys.argv = ['', 'chat', {str(tmp_path)!r}]; "
+        "sys.exit(program())",
         check=False,
     )
     assert done.returncode == 1

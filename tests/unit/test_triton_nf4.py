@@ -1,4 +1,5 @@
-"""The Triton product with a 4-bit weight: in Triton's interpreter, with bitsandbytes' own weights; and compiled for GPUs.
+"""The Triton product with a 4-bit weight: in Triton's interpreter, with bitsandbytes' own weights; and compiled for
+GPUs.
 
 The interpreter must be chosen before Triton is imported, so one test runs this file again in a process of its own.
 """

@@ -1,4 +1,5 @@
-"""Full weights past files and HTTP: what both ends do with a part. What needs CUDA is tested as far as it is plain values."""
+"""Full weights past files and HTTP: what both ends do with a part. What needs CUDA is tested as far as it is plain
+values."""
 
 import functools
 import json

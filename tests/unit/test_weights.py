@@ -1,4 +1,5 @@
-"""Full weights of a server while several things are asked at once, with an engine that stops where a test wants it to."""
+"""Full weights of a server while several things are asked at once, with an engine that stops where a test wants it
+to."""
 
 import asyncio
 import hashlib

@@ -1,8 +1,11 @@
-"""`attend`: causal attention over sequences one behind the other, without a mask; and softcapped attention, with and without.
+"""`attend`: causal attention over sequences one behind the other, without a mask; and softcapped attention, with and
+without.
 
-An attention function of transformers (`AttentionInterface`). Without `sequence_lengths` and `softcap` it is transformers' own SDPA.
+An attention function of transformers (`AttentionInterface`). Without `sequence_lengths` and `softcap` it is
+transformers' own SDPA.
 
-Letters: N tokens of all sequences together, M of the row, where sequences share some, Q query heads, K key heads, D head size.
+Letters: N tokens of all sequences together, M of the row, where sequences share some, Q query heads, K key heads, D
+head size.
 """
 
 from __future__ import annotations
@@ -29,13 +32,15 @@ NAME = "sdpa_per_sequence"
 # Tokens whose gradients are in float32 at once.
 _AT_ONCE = 4096
 _HALF = (torch.bfloat16, torch.float16)
-# Up to so many tokens the backward pass of torch's fused attention for CPUs is faster in float32 than in bf16; from 256 on it is not.
+# Up to so many tokens the backward pass of torch's fused attention for CPUs is faster in float32 than in bf16; from 256
+# on it is not.
 _SHORT = 128
 # Tokens that are in float32 at once for it.
 _LIFTED = 1024
 _FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FUSED_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-# Arguments that models hand to every attention function and that change nothing here: a mask or `sequence_lengths` says it, or it is not of attention.
+# Arguments that models hand to every attention function and that change nothing here: a mask or `sequence_lengths` says
+# it, or it is not of attention.
 _WITHOUT_EFFECT = {
     "position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "use_cache", "output_attentions",
     "output_hidden_states", "output_router_logits", "num_items_in_batch", "return_dict", "deterministic",
@@ -86,8 +91,8 @@ def attend(
 
     Args:
         sequence_lengths: tokens of each sequence, in order; the sum is N. `None`: a batch, which may be padded.
-        sources, places: where sequences share tokens, and the row has M of them: which token of the row each of the sequences' N is,
-            and which of the N each token of the row is (any, where it is several).
+        sources, places: where sequences share tokens, and the row has M of them: which token of the row each of the
+            sequences' N is, and which of the N each token of the row is (any, where it is several).
         softcap: bound of a score.
         s_aux: scores that no key has.
 
@@ -111,7 +116,8 @@ def attend(
             )
         if kwargs.get("position_bias") is not None:
             raise NotYetSupportedError(
-                f"attention of {kind}: {NAME!r} has softcap={softcap} or position_bias, not both. Use attn_implementation='eager'."
+                f"attention of {kind}: {NAME!r} has softcap={softcap} or position_bias, not both. Use "
+                "attn_implementation='eager'."
             )
         cap = _cap(module, query_1QND, scaling, softcap, kwargs.get("is_causal"))
         found = []
@@ -168,7 +174,8 @@ def _cap(module: Any, query: torch.Tensor, scaling: float | None, softcap: float
 
 
 class _Gathered(torch.autograd.Function):
-    """Tokens of a row as those of its sequences, [1, H, N, D] from [1, H, M, D]; gradients of a token that several share are added up in float32.
+    """Tokens of a row as those of its sequences, [1, H, N, D] from [1, H, M, D]; gradients of a token that several
+    share are added up in float32.
 
     On CUDA in an order of its own, so that the last bits differ from run to run, as those of other kernels there do.
     """
@@ -190,10 +197,11 @@ class _Gathered(torch.autograd.Function):
 
 
 class _Fused(torch.autograd.Function):
-    """torch's fused causal attention for CPUs, its backward pass in float32, rounded once: in bf16 that takes up to 13 times as long (torch 2.13).
+    """torch's fused causal attention for CPUs, its backward pass in float32, rounded once: in bf16 that takes up to 13
+    times as long (torch 2.13).
 
-    Query [B, Q, S, D], key and value [B, K, S, D], all bf16; returns [B, Q, S, D]. A base in float32 under autocast has queries and keys in
-    float32, from the rotation, and values in bf16: that is left to torch.
+    Query [B, Q, S, D], key and value [B, K, S, D], all bf16; returns [B, Q, S, D]. A base in float32 under autocast has
+    queries and keys in float32, from the rotation, and values in bf16: that is left to torch.
     """
 
     @staticmethod

@@ -15,10 +15,11 @@ _BOUND = "attn_logit_softcapping"
 
 
 def attention_for(config: Any, wish: Any = None, doing: str = "loading the model") -> Any:
-    """What transformers is given as `attn_implementation`: what is wished for, `None` for its own choice, or ours where that leaves something out.
+    """What transformers is given as `attn_implementation`: what is wished for, `None` for its own choice, or ours where
+    that leaves something out.
 
-    Softcapped scores: transformers hands the bound to every implementation, and SDPA, its own choice, computes without it. Of attention
-    sinks transformers knows by itself that SDPA has none.
+    Softcapped scores: transformers hands the bound to every implementation, and SDPA, its own choice, computes without
+    it. Of attention sinks transformers knows by itself that SDPA has none.
 
     Args:
         config: of transformers.
@@ -35,8 +36,8 @@ def attention_for(config: Any, wish: Any = None, doing: str = "loading the model
     for name in wish.values() if isinstance(wish, dict) else [wish]:
         if why := _leaves_out(name):
             raise ConfigConflictError(
-                f"{doing}: attn_implementation={name!r} with {_BOUND}={bound} in the config: {why}, and the engine applies it. Leave "
-                "attn_implementation out, or use 'eager' or 'flash_attention_2'."
+                f"{doing}: attn_implementation={name!r} with {_BOUND}={bound} in the config: {why}, and the engine "
+                "applies it. Leave attn_implementation out, or use 'eager' or 'flash_attention_2'."
             )
     return wish
 
@@ -49,8 +50,8 @@ def softcap_of(config: Any) -> float | None:
 def apply_attention(model: Any) -> None:
     """Have a bare model that was loaded elsewhere compute all that its config says.
 
-    Its implementation is what transformers has chosen, or a wish: the model does not say which. So another one that computes the model's own function is set,
-    and a warning names both.
+    Its implementation is what transformers has chosen, or a wish: the model does not say which. So another one that
+    computes the model's own function is set, and a warning names both.
 
     Raises:
         ConfigConflictError: it has its attention within itself, and leaves something out.
@@ -62,11 +63,13 @@ def apply_attention(model: Any) -> None:
         model.set_attn_implementation(_ours())
         if config._attn_implementation == name:
             raise ConfigConflictError(
-                f"reading the model: {type(model).__name__} was loaded with attn_implementation={name!r}, which leaves out {_BOUND} of its config, and it "
-                "cannot be given another one. Load it with attn_implementation='eager'."
+                f"reading the model: {type(model).__name__} was loaded with attn_implementation={name!r}, which leaves "
+                f"out {_BOUND} of its config, and it cannot be given another one. Load it with "
+                "attn_implementation='eager'."
             ) from error
         logger.warning(
-            "%s was loaded with attn_implementation=%r, which leaves out %s=%s of its config; the engine applies it. The model computes with %r from now on.",
+            "%s was loaded with attn_implementation=%r, which leaves out %s=%s of its config; the engine applies it. "
+            "The model computes with %r from now on.",
             type(model).__name__, name, _BOUND, softcap_of(config), config._attn_implementation,
         )  # fmt: skip
 
@@ -79,7 +82,8 @@ def _ours() -> str:
 
 
 def _leaves_out(name: str) -> str:
-    """Why an implementation computes without the bound of scores; empty where it applies it, or is not known before a model is loaded with it."""
+    """Why an implementation computes without the bound of scores; empty where it applies it, or is not known before a
+    model is loaded with it."""
     from transformers import AttentionInterface
 
     known = AttentionInterface()

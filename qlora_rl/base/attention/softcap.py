@@ -1,7 +1,8 @@
-"""`capped_attention`: softmax(c tanh(q k / c)) v, some queries at a time, which are computed again in the backward pass.
+"""`capped_attention`: softmax(c tanh(q k / c)) v, some queries at a time, which are computed again in the backward
+pass.
 
-Gemma 2 bounds the scores of its attention, c = 50. torch's SDPA has no such bound, and transformers' eager attention keeps several matrices of scores for
-every layer. Products and softmax are in float32 here.
+Gemma 2 bounds the scores of its attention, c = 50. torch's SDPA has no such bound, and transformers' eager attention
+keeps several matrices of scores for every layer. Products and softmax are in float32 here.
 
 Letters: Q query heads, K key heads, G = Q / K of them for each key head, S queries, T keys, D head size.
 """

@@ -1,7 +1,7 @@
 """`ServerProbe`: asks a running vLLM server what base it holds. HTTP only, no vLLM import.
 
-The server must load our worker extension and open vLLM's development routes, on a host that only you can reach (they have
-no key of their own):
+The server must load our worker extension and open vLLM's development routes, on a host that only you can reach (they
+have no key of their own):
 
     VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model BASE --host 127.0.0.1 \\
         --worker-extension-cls qlora_rl.engine.worker.BaseExtension
@@ -15,8 +15,8 @@ from qlora_rl.contracts import BaseFingerprint, EngineCapabilities
 from qlora_rl.errors import EngineBrokenError, EngineUnsupportedError
 
 _HOW = (
-    "Start it with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls qlora_rl.engine.worker.BaseExtension, on a host that only "
-    "you can reach."
+    "Start it with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls qlora_rl.engine.worker.BaseExtension, on a host "
+    "that only you can reach."
 )
 
 
@@ -41,7 +41,8 @@ class ServerProbe:
         return BaseFingerprint.from_dict(self._call("qlora_describe_base"))
 
     def repair_base(self) -> dict[str, float]:
-        """Write the exact scales of the server's own base directory into its weights, where its loader has rounded them."""
+        """Write the exact scales of the server's own base directory into its weights, where its loader has rounded
+        them."""
         return self._call("qlora_repair_scales")
 
     def capabilities(self) -> EngineCapabilities:
@@ -69,7 +70,7 @@ class ServerProbe:
             raise EngineUnsupportedError(f"{doing}: it does not answer like vLLM. {_HOW}") from error
         if len(results) != 1:
             raise EngineUnsupportedError(
-                f"{doing}: {len(results)} ranks hold it in parts, which only a server of `qlora-rl serve` compares with its own directory. "
-                "Start it with that, and pass its --api-key-file."
+                f"{doing}: {len(results)} ranks hold it in parts, which only a server of `qlora-rl serve` compares "
+                "with its own directory. Start it with that, and pass its --api-key-file."
             )
         return results[0]

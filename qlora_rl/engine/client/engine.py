@@ -61,7 +61,8 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "/qlora/v1"
 SESSION, VERSION = "x-qlora-session", "x-qlora-version"
-# Faults of a connection, after which nobody knows whether the server has done what was asked: all requests can be repeated.
+# Faults of a connection, after which nobody knows whether the server has done what was asked: all requests can be
+# repeated.
 _FAULTS = (httpx.TransportError,)
 
 
@@ -82,13 +83,15 @@ class ServerEngine:
         url: such as "http://127.0.0.1:8000".
         api_key: by default what `api_key_file` holds, or the environment's QLORA_RL_API_KEY.
         api_key_file: a file that holds it.
-        shared_dir: a directory of this machine that is the server's adapter directory, by tmpfs or a network mount. It is tried
-            out; if it is another one, adapters are sent in requests, and a log line says so.
-        session: who this is; what was killed comes back under the name that it had, and is not taken for another trainer.
+        shared_dir: a directory of this machine that is the server's adapter directory, by tmpfs or a network mount. It
+            is tried out; if it is another one, adapters are sent in requests, and a log line says so.
+        session: who this is; what was killed comes back under the name that it had, and is not taken for another
+            trainer.
         timeout_s: of one request, in seconds; a batch of long rollouts is one request.
         wait_s: how long to wait for a server that is away, in seconds, before giving up.
-        weights_by: how full weights are sent: "http" (or the server's directory, if this machine sees it); into the worker's memory by
-            "shared_memory" or "cuda_ipc" on one machine, or by "gloo" or "nccl" between two. Those for CUDA have not been run.
+        weights_by: how full weights are sent: "http" (or the server's directory, if this machine sees it); into the
+            worker's memory by "shared_memory" or "cuda_ipc" on one machine, or by "gloo" or "nccl" between two. Those
+            for CUDA have not been run.
         transport: of httpx, for tests.
 
     Raises:
@@ -162,7 +165,8 @@ class ServerEngine:
         return self._state.pushed
 
     def is_there(self, timeout_s: float) -> bool:
-        """Its vLLM computes something within `timeout_s` seconds, or says that its weights were lost; asked once, nothing is verified."""
+        """Its vLLM computes something within `timeout_s` seconds, or says that its weights were lost; asked once,
+        nothing is verified."""
         takes_dense = self._about.get("takes_dense", False)  # full weights have replaced the bare base
         try:
             body = {"sequences": [[0, 0]], "bare": not takes_dense}
@@ -210,7 +214,8 @@ class ServerEngine:
         Args:
             prompts: token ids, or `ImagePrompt`s, whose images are sent as PNG.
             sampling: how to sample.
-            places: number of each prompt in the whole of which these are a part; decides its seed. By default 0 to B - 1.
+            places: number of each prompt in the whole of which these are a part; decides its seed. By default 0 to B -
+                1.
             version: that was pushed last, or the one before it.
             fields: of `SamplingSpec`, instead of `sampling`.
 
@@ -277,8 +282,8 @@ class ServerEngine:
         limit = self._about["max_body_bytes"]
         if len(blob) > limit:
             raise SyncError(
-                f"pushing adapter version={version}: {len(blob)} bytes > max_body_bytes={limit} of the server. Start it with a larger "
-                "--max-body-mib or --max-lora-rank."
+                f"pushing adapter version={version}: {len(blob)} bytes > max_body_bytes={limit} of the server. Start "
+                "it with a larger --max-body-mib or --max-lora-rank."
             )
         digest = hashlib.sha256(blob).hexdigest()
         found = self._change("PUT", f"/adapter?version={version}&digest={digest}", blob)
@@ -313,8 +318,10 @@ class ServerEngine:
             Bytes.
 
         Raises:
-            EngineUnsupportedError: the server holds a 4-bit base, or serves adapters. ServerTakenError: another trainer pushes to it.
-            SyncError: not all arrived; the old version goes on serving. Or vLLM broke off while it loaded them: nothing is served.
+            EngineUnsupportedError: the server holds a 4-bit base, or serves adapters. ServerTakenError: another trainer
+                pushes to it.
+            SyncError: not all arrived; the old version goes on serving. Or vLLM broke off while it loaded them: nothing
+                is served.
         """
         if self.weights_by == "http":
             return self.begin_dense(version).upload(weights, version)
@@ -322,7 +329,8 @@ class ServerEngine:
         return ChannelPush(self._ask, version, carrier=carrier, commit=self._commit(version)).upload(weights, version)
 
     def begin_dense(self, version: int) -> ServerPush:
-        """Open a push of full weights, which are served as `version` from its `commit` on; `load_dense` does all of it."""
+        """Open a push of full weights, which are served as `version` from its `commit` on; `load_dense` does all of
+        it."""
         limit, commit = self._about["max_body_bytes"], self._commit(version)
         return ServerPush(self._ask, version, max_body_bytes=limit, directory=self._near, commit=commit)
 
@@ -363,7 +371,8 @@ class ServerEngine:
         self._ask("GET", "/state")
 
     def close(self) -> None:
-        """Give the server free for another trainer and close the connections; the server goes on. Harmless when repeated."""
+        """Give the server free for another trainer and close the connections; the server goes on. Harmless when
+        repeated."""
         if self._state.phase is Phase.CLOSED:
             return
         self._state.close()
@@ -393,8 +402,8 @@ class ServerEngine:
         size = sum(map(len, packed["images"]))
         if size > 0.9 * limit:
             raise EngineUnsupportedError(
-                f"generating: {len(packed['images'])} images have {size} bytes, more than the server's max_body_bytes={limit} leaves room for. Start it with "
-                "a larger --max-body-mib, or use smaller images."
+                f"generating: {len(packed['images'])} images have {size} bytes, more than the server's "
+                f"max_body_bytes={limit} leaves room for. Start it with a larger --max-body-mib, or use smaller images."
             )
         return {name: packed["rows"], **({"images": packed["images"]} if packed["images"] else {})}
 

@@ -59,8 +59,8 @@ class Patience:
         self._given_up += fault.gave_up
         if self._given_up >= GIVEN_UP_AT_MOST:
             raise EngineBrokenError(
-                f"asking the server at {self._url}: {fault}, {self._given_up} times in turn, and goes on. Its log may say why; ask for fewer or "
-                "shorter completions at a time, or start it again."
+                f"asking the server at {self._url}: {fault}, {self._given_up} times in turn, and goes on. Its log may "
+                "say why; ask for fewer or shorter completions at a time, or start it again."
             )
         now = time.monotonic()
         if now + self._pause > self._end:
@@ -149,24 +149,24 @@ def reject_other_version(asked: object, found: dict[str, Any]) -> None:
     wanted = asked.get("version") if isinstance(asked, dict) else None
     if wanted is not None and found.get("version", wanted) != wanted:
         raise ServerTakenError(
-            f"generating: version={wanted} was asked for, and version={found['version']} has answered: somebody else has pushed. One "
-            "server serves one trainer; start another server."
+            f"generating: version={wanted} was asked for, and version={found['version']} has answered: somebody else "
+            "has pushed. One server serves one trainer; start another server."
         )
 
 
 def stranger(url: str) -> EngineUnsupportedError:
     """Somebody else is at this URL."""
     return EngineUnsupportedError(
-        f"asking the server at {url}: what answers is no server of qlora_rl. Start it with `qlora-rl serve BASE`, and give its own "
-        "URL, without a path."
+        f"asking the server at {url}: what answers is no server of qlora_rl. Start it with `qlora-rl serve BASE`, and "
+        "give its own URL, without a path."
     )
 
 
 def other_base(url: str, found: str, before: str) -> BaseMismatchError:
     """A server that was restarted holds another base; both by digest."""
     return BaseMismatchError(
-        f"asking the server at {url}: it was restarted on another base: digest={found[:16]} != digest={before[:16]} of the one "
-        "before. Start it on the base directory that the trainer uses."
+        f"asking the server at {url}: it was restarted on another base: digest={found[:16]} != digest={before[:16]} of "
+        "the one before. Start it on the base directory that the trainer uses."
     )
 
 

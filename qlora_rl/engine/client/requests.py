@@ -57,18 +57,20 @@ def find_key(key: str | None, file: str | os.PathLike[str] | None) -> str:
     key = (key or os.environ.get(KEY_VARIABLE) or "").strip()
     if any(not "!" <= letter <= "~" for letter in key):  # and never say which: messages end up in logs
         raise AccessDeniedError(
-            "connecting to a server: the key holds spaces, control characters or letters beyond ASCII. Is it the right file?"
+            "connecting to a server: the key holds spaces, control characters or letters beyond ASCII. Is it the right "
+            "file?"
         )
     if not key:
         raise AccessDeniedError(
-            f"connecting to a server: no key. Pass api_key_file= (the server says where it is; in a run's file [rollout] api_key_file), api_key=, or set "
-            f"{KEY_VARIABLE}."
+            "connecting to a server: no key. Pass api_key_file= (the server says where it is; in a run's file "
+            f"[rollout] api_key_file), api_key=, or set {KEY_VARIABLE}."
         )
     return key
 
 
 def near_directory(about: Mapping[str, Any]) -> Path | None:
-    """The adapter directory of a server that takes full weights, by its own account; `None` where we could not write to it."""
+    """The adapter directory of a server that takes full weights, by its own account; `None` where we could not write to
+    it."""
     near = Path(about["adapter_dir"])
     return near.resolve() if about.get("takes_dense", False) and os.access(near, os.W_OK) else None
 
@@ -91,8 +93,8 @@ def expected(
         return {"version": version, "digest": serves[1], "held": True}
     if before is None or before[0] != version:
         raise VersionGoneError(
-            f"generating: version={version} is asked for, and is neither version={serves[0]}, which serves, nor the one before it. "
-            "Generate again, with what serves now."
+            f"generating: version={version} is asked for, and is neither version={serves[0]}, which serves, nor the "
+            "one before it. Generate again, with what serves now."
         )
     return {"version": version, "digest": before[1], "held": True}
 

@@ -38,7 +38,8 @@ def connect(url: str | Sequence[str], *, wait_s: float = 120.0, **options: Any) 
         return ServerEngine(urls[0], wait_s=wait_s, **options)
     if (way := options.get("weights_by", "http")) != "http":
         raise ConfigConflictError(
-            f"connecting to servers: weights_by={way!r} with {len(urls)} URLs: what is kept for a server that comes back are files. Use 'http'."
+            f"connecting to servers: weights_by={way!r} with {len(urls)} URLs: what is kept for a server that comes "
+            "back are files. Use 'http'."
         )
     connected: list[ServerEngine] = []
     try:

@@ -1,4 +1,5 @@
-"""`ServerState`: what a client knows of its server, and what it has asked the server to serve. Nothing is sent from here."""
+"""`ServerState`: what a client knows of its server, and what it has asked the server to serve. Nothing is sent from
+here."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class Phase(Enum):
 
 
 class ServerState:
-    """The phase that a server is in for its client, and what the client has asked for; each change is a method. From any thread.
+    """The phase that a server is in for its client, and what the client has asked for; each change is a method. From
+    any thread.
 
     ::
 

@@ -1,4 +1,5 @@
-"""`ServerPush`: full weights to a server, part by part; through a directory that both sides see, or in requests. HTTP only."""
+"""`ServerPush`: full weights to a server, part by part; through a directory that both sides see, or in requests. HTTP
+only."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ class ServerPush:
         begun = ask("POST", f"/weights?version={version}")
         if not _DIRECTORY.fullmatch(begun["directory"]):
             raise SyncError(
-                f"pushing weights: the server names directory={begun['directory'][:60]!r}, which no server of ours does. Ask the right one."
+                f"pushing weights: the server names directory={begun['directory'][:60]!r}, which no server of ours "
+                "does. Ask the right one."
             )
         self.name, self.nbytes = str(begun["push"]), int(begun.get("nbytes", 0))
         self._ask, self._commit, self._index = ask, commit, 0

@@ -1,4 +1,5 @@
-"""`Broadcast`: full weights, made once, to all replicas of a fleet; `Kept`: those of the version that serves, for one that is taken back."""
+"""`Broadcast`: full weights, made once, to all replicas of a fleet; `Kept`: those of the version that serves, for one
+that is taken back."""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ class Kept:
 
 
 class Broadcast:
-    """One push to several replicas: every part is made once and sent to all at the same time; then all load what they have.
+    """One push to several replicas: every part is made once and sent to all at the same time; then all load what they
+    have.
 
     A replica that is lost on the way is dropped, and the others go on.
 
@@ -119,8 +121,9 @@ class Broadcast:
                 make_room()
             if not Kept.has_room(nbytes):
                 raise SyncError(
-                    f"pushing weights version={self.version}: {nbytes / 2**20:.0f} MiB are needed at {tempfile.gettempdir()}, where they are "
-                    "kept for a replica that is lost and comes back. Set TMPDIR to a directory with more room."
+                    f"pushing weights version={self.version}: {nbytes / 2**20:.0f} MiB are needed at "
+                    f"{tempfile.gettempdir()}, where they are kept for a replica that is lost and comes back. Set "
+                    "TMPDIR to a directory with more room."
                 )
             self.kept = Kept(self.version)
         except BaseException:

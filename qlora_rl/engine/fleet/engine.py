@@ -39,10 +39,11 @@ _WAKE_S = 30.0
 class Fleet:
     """Engines on one base, asked as one: servers (`connect([url, url])` makes it) or actors (`RayFleet`).
 
-    Prompts are shared out by the speed that was measured of each replica. Prompt i is sampled with the seed of prompt i, whichever
-    replica samples it. A replica that stays away is dropped, and the others generate its share; so is one that is not done long after the
-    others. It is taken back when its base is verified and it holds the version that serves. When none is left, all of `wait_s` is
-    waited for one. `incarnation` grows when a replica was restarted or taken back.
+    Prompts are shared out by the speed that was measured of each replica. Prompt i is sampled with the seed of prompt
+    i, whichever replica samples it. A replica that stays away is dropped, and the others generate its share; so is one
+    that is not done long after the others. It is taken back when its base is verified and it holds the version that
+    serves. When none is left, all of `wait_s` is waited for one. `incarnation` grows when a replica was restarted or
+    taken back.
 
     Where the replicas may be asked by several threads, so may the fleet; also during a push.
 
@@ -168,7 +169,8 @@ class Fleet:
 
         Raises:
             PromptTooLongError: names every prompt that leaves no room for a completion; nothing was generated.
-            VersionGoneError: no replica holds `version` any more. RolloutCancelledError: another thread has called `cancel`.
+            VersionGoneError: no replica holds `version` any more. RolloutCancelledError: another thread has called
+                `cancel`.
             ServerTakenError: somebody else has pushed another adapter to a replica.
             EngineBrokenError: all replicas stayed away longer than `wait_s`.
         """
@@ -236,7 +238,8 @@ class Fleet:
             each.cancel()
 
     def score(self, sequences: Sequence[Prompt], *, bare: bool = False) -> list[list[float]]:
-        """Natural logs of the probabilities of every token but the first, by the first replica; with `bare` under the base alone."""
+        """Natural logs of the probabilities of every token but the first, by the first replica; with `bare` under the
+        base alone."""
         return self.score_each(sequences, bare=bare)[0]
 
     def score_each(self, sequences: Sequence[Prompt], *, bare: bool = False) -> list[list[list[float]]]:
@@ -294,9 +297,9 @@ class Fleet:
     def load_dense(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> int:
         """Serve these weights instead of the base's, as `version`, from the next request on.
 
-        Each part is made once and sent to all; none loads anything before all hold all parts. They are kept on this machine's disk
-        (TMPDIR) until the next push, for a replica that is lost and comes back, or for the way back. A rollout that another thread begins
-        while they are loaded may end with an error.
+        Each part is made once and sent to all; none loads anything before all hold all parts. They are kept on this
+        machine's disk (TMPDIR) until the next push, for a replica that is lost and comes back, or for the way back. A
+        rollout that another thread begins while they are loaded may end with an error.
 
         Args:
             weights: every weight of the model, by transformers' name; read once, one after the other.
@@ -425,8 +428,8 @@ class Fleet:
                 each.drop_adapter()
         elif each.version != self._version or each.pushed is not None:
             raise EngineBrokenError(
-                f"restoring {each.url}: version {self._version} was pushed by somebody else, and is not known here. Push again, or call "
-                "drop_adapter()."
+                f"restoring {each.url}: version {self._version} was pushed by somebody else, and is not known here. "
+                "Push again, or call drop_adapter()."
             )
 
     def _prove(self, each: Replica) -> None:
@@ -438,8 +441,8 @@ class Fleet:
         held, wanted = each.describe_base().digest, each.base
         if held != wanted:
             raise BaseMismatchError(
-                f"taking back {each.url}: it holds another base, digest={held[:16]} != digest={wanted[:16]}. Start it on the base "
-                "directory that the trainer uses."
+                f"taking back {each.url}: it holds another base, digest={held[:16]} != digest={wanted[:16]}. Start it "
+                "on the base directory that the trainer uses."
             )
         self._restore(each)
         self._compare_held(each)
@@ -447,7 +450,8 @@ class Fleet:
         self._shares.forget(each)
 
     def _compare_held(self, each: Replica) -> None:
-        """With the first of the others that can be compared with: one that was replaced itself may only now be found out."""
+        """With the first of the others that can be compared with: one that was replaced itself may only now be found
+        out."""
         if self._pushed is not None:
             rank = unpack_adapter(self._pushed[0]).rank
         elif self._kept is None:
@@ -470,7 +474,8 @@ class Fleet:
             return
 
     def _wake(self, each: Replica) -> None:
-        """Without the long patience that a rollout has. One in its place, of which nobody has heard yet, is verified before it takes part."""
+        """Without the long patience that a rollout has. One in its place, of which nobody has heard yet, is verified
+        before it takes part."""
         if not each.is_there(_WAKE_S):
             raise EngineBrokenError(f"looking for {each.url}: it did not answer. Start it again on the same base.")
         each.wake()
@@ -484,5 +489,6 @@ class Fleet:
     def _reject_withdrawn(self) -> None:
         if self._withdrawn:
             raise EngineBrokenError(
-                f"generating: {self._withdrawn}. Push the adapter again, or call drop_adapter() to go on with the bare base."
+                f"generating: {self._withdrawn}. Push the adapter again, or call drop_adapter() to go on with the bare "
+                "base."
             )

@@ -9,7 +9,8 @@ Each = TypeVar("Each")  # hashable
 
 # Of a new measurement in the speed that is kept.
 _NEWNESS = 0.3
-# Of the mean in every weight: where time does not depend on the share, speeds alone would keep any share that chance has made.
+# Of the mean in every weight: where time does not depend on the share, speeds alone would keep any share that chance
+# has made.
 _EVENNESS = 0.1
 
 
@@ -36,7 +37,8 @@ class LoadBalancer:
     def out(self, rows: Sequence[int], replicas: Sequence[Each]) -> dict[Each, list[int]]:
         """Neighbours stay together (they share prefixes); a replica that is twice as fast gets about twice the rows.
 
-        Of equal ones nobody gets more than one row more than another. One that was not measured counts as the mean of the others.
+        Of equal ones nobody gets more than one row more than another. One that was not measured counts as the mean of
+        the others.
         """
         known = [self._speeds[each] for each in replicas if each in self._speeds]
         mean = sum(known) / len(known) if known else 1.0

@@ -72,7 +72,8 @@ class ActorEngine:
     def __init__(self, base: str, options: dict[str, Any], make: Callable[..., Any] | None = None):
         for name in compat.launcher_variables():  # of the process that made the actor: this engine is nobody's rank
             del os.environ[name]
-        # Several engines on one host: each has the threads that Ray gives it, on whatever cores are free; its ranks share them.
+        # Several engines on one host: each has the threads that Ray gives it, on whatever cores are free; its ranks
+        # share them.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         if (ranks := options.get("tensor_parallel_size", 1)) > 1 and os.environ.get(_THREADS, "").isdecimal():
             os.environ[_THREADS] = str(max(1, int(os.environ[_THREADS]) // ranks))
@@ -153,7 +154,8 @@ class ActorEngine:
             self._store.retire()
 
     def _computes(self) -> None:
-        """With whatever serves; weights of which only some were loaded serve nothing, and its answer says that vLLM is there."""
+        """With whatever serves; weights of which only some were loaded serve nothing, and its answer says that vLLM is
+        there."""
         with contextlib.suppress(EngineBrokenError):
             self._engine.score([[0, 0]], bare=not self._engine.holds_dense)
 
@@ -162,8 +164,8 @@ class ActorEngine:
         capabilities: EngineCapabilities = self._engine.capabilities()
         if not capabilities.takes_dense:
             raise EngineUnsupportedError(
-                f"taking weights: {capabilities.name} serves a 4-bit base or a mixture of experts, where full weights cannot be written. Serve the "
-                "baked base: RayFleet(bake_base(base), max_lora_rank=0)."
+                f"taking weights: {capabilities.name} serves a 4-bit base or a mixture of experts, where full weights "
+                "cannot be written. Serve the baked base: RayFleet(bake_base(base), max_lora_rank=0)."
             )
         with self._changing:
             self._discard()

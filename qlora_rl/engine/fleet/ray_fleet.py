@@ -1,4 +1,5 @@
-"""`RayFleet`: engines in actors of a Ray cluster, one machine or many, as one engine. Ray places them; here they are verified."""
+"""`RayFleet`: engines in actors of a Ray cluster, one machine or many, as one engine. Ray places them; here they are
+verified."""
 
 from __future__ import annotations
 
@@ -32,24 +33,26 @@ class RayFleet(Fleet):
         with RayFleet(prepare_base("Qwen/Qwen3-0.6B"), replicas=4) as engine:
             rollout = engine.generate([[40, 41, 42]] * 64, max_tokens=16, seed=0)
 
-    A cluster that `ray.init()` has connected to is used; otherwise the one at `ray_address` or in RAY_ADDRESS; otherwise one is started on
-    this machine, and ends with the fleet. The base directory must be at the same path on every machine; what each engine really
-    holds is verified there. An adapter is put into Ray's object store once a push, and every actor reads it from there; full weights, part by part.
+    A cluster that `ray.init()` has connected to is used; otherwise the one at `ray_address` or in RAY_ADDRESS;
+    otherwise one is started on this machine, and ends with the fleet. The base directory must be at the same path on
+    every machine; what each engine really holds is verified there. An adapter is put into Ray's object store once a
+    push, and every actor reads it from there; full weights, part by part.
 
-    An actor whose process ends is replaced at once, wherever Ray finds room; the others generate its share meanwhile. The new one takes part
-    when its base is verified and it holds the version that serves. So is one whose process stands still.
+    An actor whose process ends is replaced at once, wherever Ray finds room; the others generate its share meanwhile.
+    The new one takes part when its base is verified and it holds the version that serves. So is one whose process
+    stands still.
 
     Args:
         base: directory made by `prepare_base`.
         replicas: how many engines.
         ray_address: of a cluster, as `ray.init` takes it.
-        ray_options: of each actor, as Ray's `.options()` takes them; by default spread over the machines, each with one CPU and, where the
-            cluster has any, one GPU, or with `tensor_parallel_size` of both.
+        ray_options: of each actor, as Ray's `.options()` takes them; by default spread over the machines, each with one
+            CPU and, where the cluster has any, one GPU, or with `tensor_parallel_size` of both.
         wait_s: how long to wait for an actor when none is left, in seconds.
         start_timeout_s: how long all may take to start, and later each one in the place of another, in seconds.
         timeout_s: of one request, in seconds.
-        health_check_timeout_s: an actor that is asked for something, and whose process gives no sign of life for so many seconds, is ended
-            and replaced. Ray Serve's word.
+        health_check_timeout_s: an actor that is asked for something, and whose process gives no sign of life for so
+            many seconds, is ended and replaced. Ray Serve's word.
         make: what makes the engine in the actor; `LocalEngine`.
         options: of `LocalEngine`.
 
@@ -78,7 +81,8 @@ class RayFleet(Fleet):
             raise ConfigConflictError(f"placing engines on Ray: replicas={replicas} < 1. Use at least 1.")
         if health_check_timeout_s <= 0:
             raise ConfigConflictError(
-                f"placing engines on Ray: health_check_timeout_s={health_check_timeout_s} is no time. Use seconds, 60 for example."
+                f"placing engines on Ray: health_check_timeout_s={health_check_timeout_s} is no time. Use seconds, 60 "
+                "for example."
             )
         wishes = _of_ranks(options.get("tensor_parallel_size", 1), ray_options or {})
         ray = require_ray()
@@ -159,8 +163,8 @@ def _of_ranks(size: int, wishes: Mapping[str, Any]) -> dict[str, Any]:
     """
     if 0 < (gpus := wishes.get("num_gpus", 0)) < size:
         raise ConfigConflictError(
-            f"placing engines on Ray: ray_options gives an actor num_gpus={gpus:g} < tensor_parallel_size={size}: each rank needs a GPU. Leave "
-            "num_gpus out."
+            f"placing engines on Ray: ray_options gives an actor num_gpus={gpus:g} < tensor_parallel_size={size}: each "
+            "rank needs a GPU. Leave num_gpus out."
         )
     return {"num_cpus": size, **wishes}
 

@@ -46,7 +46,8 @@ def require_ray() -> Any:
 
 
 class Parcels:
-    """Adapters, and parts of full weights, in Ray's object store: put there once, read by every actor; the newest is kept."""
+    """Adapters, and parts of full weights, in Ray's object store: put there once, read by every actor; the newest is
+    kept."""
 
     def __init__(self) -> None:
         self.puts = 0
@@ -101,10 +102,11 @@ class ActorPush:
 
 
 class RayReplica:
-    """An engine in an actor. One whose process has ended, or stands still, is replaced at once, and the new one is taken note of by `wake`.
+    """An engine in an actor. One whose process has ended, or stands still, is replaced at once, and the new one is
+    taken note of by `wake`.
 
-    Its own `max_restarts` is not used: Ray does not start an actor again whose start has failed, and starts one that dies each time
-    again without a pause.
+    Its own `max_restarts` is not used: Ray does not start an actor again whose start has failed, and starts one that
+    dies each time again without a pause.
 
     Args:
         name: for messages.
@@ -153,7 +155,8 @@ class RayReplica:
             )
         if not is_soon and not ray.wait([self._starting], timeout=max(0.0, timeout_s - _SOON_S))[0]:
             raise EngineBrokenError(
-                f"starting {self.url}: no engine within {timeout_s:.0f} s. {held}: ask for fewer replicas, or for less with ray_options."
+                f"starting {self.url}: no engine within {timeout_s:.0f} s. {held}: ask for fewer replicas, or for less "
+                "with ray_options."
             )
         answer = self._result(self._actor, self._starting, 60.0)
         if answer.error is not None:
@@ -390,7 +393,8 @@ class RayReplica:
             raise EngineBrokenError(f"asking {self.url}: {type(error).__name__}: {_last_line(error)}") from error
 
     def _watch(self, actor: Any, reference: Any, timeout_s: float) -> None:
-        """Until there is an answer, or the time is over; a process that gives no sign of life meanwhile is ended, and replaced.
+        """Until there is an answer, or the time is over; a process that gives no sign of life meanwhile is ended, and
+        replaced.
 
         Ray looks after processes that have ended, not after one that stands still.
         """
@@ -403,8 +407,8 @@ class RayReplica:
             if not wait([actor.ask.remote("is_alive"), reference], timeout=min(limit_s, left))[0] and limit_s < left:
                 self._replace(actor)
                 raise EngineBrokenError(
-                    f"asking {self.url}: its process stands still: no sign of life within health_check_timeout_s={limit_s:g} s. It is "
-                    "ended, and another is started in its place."
+                    f"asking {self.url}: its process stands still: no sign of life within "
+                    f"health_check_timeout_s={limit_s:g} s. It is ended, and another is started in its place."
                 )
 
 

@@ -1,4 +1,5 @@
-"""`Replicas`: engines that stand for one another. Who is lost or stands still is dropped, looked for, verified, and taken back."""
+"""`Replicas`: engines that stand for one another. Who is lost or stands still is dropped, looked for, verified, and
+taken back."""
 
 from __future__ import annotations
 
@@ -292,7 +293,8 @@ class Replicas:
         limit = max(each.timeout_s + each.wait_s for each in self.all)
         if self._left_alone and wait(list(self._left_alone), timeout=limit).not_done:
             raise EngineBrokenError(
-                f"asking {len(self.all)} replicas: a request that was interrupted has not ended within {limit:.0f} s. Make a new engine."
+                f"asking {len(self.all)} replicas: a request that was interrupted has not ended within {limit:.0f} s. "
+                "Make a new engine."
             )
         for future in list(self._left_alone):
             with contextlib.suppress(ValueError):  # another thread has
@@ -315,8 +317,9 @@ class Replicas:
             if is_over:
                 reasons = [f"{each.url}: {lost.reason}" for each, lost in list(self._lost.items())]
                 raise EngineBrokenError(
-                    f"asking {len(self.all)} replicas: all stayed away for wait_s={self.wait_s:.0f} s; {'; '.join(reasons)} Start "
-                    "one of them again on the same base, or raise wait_s; the newest version is pushed again by itself.",
+                    f"asking {len(self.all)} replicas: all stayed away for wait_s={self.wait_s:.0f} s; "
+                    f"{'; '.join(reasons)} Start one of them again on the same base, or raise wait_s; the newest "
+                    "version is pushed again by itself.",
                     reasons=reasons,
                 )
             time.sleep(min(0.5, max(0.0, end - time.monotonic()) + 0.01))
@@ -393,14 +396,15 @@ def check_alike(replicas: Sequence[Replica]) -> None:
     for each in others:
         if each.base != first.base:
             raise BaseMismatchError(
-                f"connecting to {len(replicas)} replicas: {each.url} holds base={each.base[:16]} != base={first.base[:16]} of "
-                f"{first.url}. Start all of them on one base directory, or leave that one out."
+                f"connecting to {len(replicas)} replicas: {each.url} holds base={each.base[:16]} != "
+                f"base={first.base[:16]} of {first.url}. Start all of them on one base directory, or leave that one "
+                "out."
             )
         mine, other = each.capabilities().adapter_dtype, first.capabilities().adapter_dtype
         if mine != other:
             raise ConfigConflictError(
-                f"connecting to {len(replicas)} replicas: {each.url} serves adapters in {mine}, {first.url} in {other}. Start "
-                "all of them with one dtype."
+                f"connecting to {len(replicas)} replicas: {each.url} serves adapters in {mine}, {first.url} in "
+                f"{other}. Start all of them with one dtype."
             )
     starts: dict[str, Replica] = {}
     for each in replicas:

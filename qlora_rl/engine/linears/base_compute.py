@@ -83,7 +83,8 @@ def check_wish(wish: str) -> None:
 def install(
     runner: Any, wish: str, *, rows: int, planned_gib: float | None = None, limit_gib: float | None = None
 ) -> tuple[BaseCompute, list[DecodedLinear]]:
-    """Change the linears of a model runner, and on a CPU its sampler; what was done, and the layers whose copies must follow repaired scales.
+    """Change the linears of a model runner, and on a CPU its sampler; what was done, and the layers whose copies must
+    follow repaired scales.
 
     Args:
         runner: vLLM's.
@@ -145,7 +146,10 @@ def choose(seconds: Mapping[str, float], *, baked_gib: float, planned_gib: float
     if order[0] != "baked":
         return order[0], f"it is the fastest here ({shown})"
     rest_gib = limit_gib - planned_gib - baked_gib
-    room = f"{baked_gib:.2f} GiB of copies next to {planned_gib:.2f} GiB leave {max(rest_gib / limit_gib, 0):.0%} of {limit_gib:.2f} GiB free"
+    room = (
+        f"{baked_gib:.2f} GiB of copies next to {planned_gib:.2f} GiB leave {max(rest_gib / limit_gib, 0):.0%} of "
+        f"{limit_gib:.2f} GiB free"
+    )
     if rest_gib >= HEADROOM * limit_gib:
         return "baked", f"it is the fastest here ({shown}), and {room}"
     return order[1], f"baked would be faster ({shown}), but {room}, less than {HEADROOM:.0%}"
@@ -215,7 +219,8 @@ def _seconds(
 
 
 def _held_and_limit(planned_gib: float | None, limit_gib: float | None) -> tuple[float, float]:
-    """GiB that will be held without copies, and that may be; without a limit the machine's, and what others hold on it."""
+    """GiB that will be held without copies, and that may be; without a limit the machine's, and what others hold on
+    it."""
     total, available = memory_gib()
     own = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / GIB
     held = own if planned_gib is None else max(planned_gib, own)

@@ -1,7 +1,8 @@
 """`codes.cpp`, built for this processor when it is first needed, and called without torch's dispatcher.
 
-The library is kept in the cache directory under a digest of its source and of the command that builds it. It shares torch's OpenMP, so that
-there is one set of threads. Without a compiler callers fall back to decoding and then multiplying, and say why.
+The library is kept in the cache directory under a digest of its source and of the command that builds it. It shares
+torch's OpenMP, so that there is one set of threads. Without a compiler callers fall back to decoding and then
+multiplying, and say why.
 
 Letters: T tokens, I and O in- and out-features, R rank of an adapter, N parts of a fused linear.
 """
@@ -120,7 +121,8 @@ class CodesKernel:
     def multiply_back(
         self, gradient_TO: torch.Tensor, codes: int, absmax: int, values: torch.Tensor, columns: int, blocksize: int
     ) -> torch.Tensor:
-        """A gradient, bf16 and contiguous, times the weight [O, I]; bf16 [T, I]. The other arguments are those of `multiply`, of one weight."""
+        """A gradient, bf16 and contiguous, times the weight [O, I]; bf16 [T, I]. The other arguments are those of
+        `multiply`, of one weight."""
         out_TI = torch.empty(len(gradient_TO), columns, dtype=torch.bfloat16)
         self._multiply_back(
             codes, absmax, values.data_ptr(), gradient_TO.data_ptr(), out_TI.data_ptr(), *gradient_TO.shape, columns, blocksize, _threads()
@@ -218,7 +220,8 @@ class Adapter:
         """
         if (y_TO.shape[1], low_TR.shape[1]) != (self._outputs, self._width):
             raise ValueError(
-                f"multiplying an adapter: y and low have {y_TO.shape[1]} and {low_TR.shape[1]} columns, B {self._outputs} and {self._width}."
+                f"multiplying an adapter: y and low have {y_TO.shape[1]} and {low_TR.shape[1]} columns, B "
+                f"{self._outputs} and {self._width}."
             )
         self._add(*self._b, low_TR.data_ptr(), y_TO.data_ptr(), len(y_TO), scale, _threads())
 

@@ -1,9 +1,9 @@
 """A 4-bit base multiplied with less work than vLLM's bitsandbytes layers do on the CPU.
 
-"nf4": the parts of a fused linear are one weight. `native`'s kernel multiplies its codes; where that cannot be built, it is decoded slice by
-slice into one buffer that stays in the processor's cache.
-"baked": the decoded weight is kept next to the codes, packed as vLLM packs a 16-bit one. Both multiply with the numbers that
-bitsandbytes decodes, bit for bit but for the sign of a zero, which is checked for every weight before its layer is changed.
+"nf4": the parts of a fused linear are one weight. `native`'s kernel multiplies its codes; where that cannot be built,
+it is decoded slice by slice into one buffer that stays in the processor's cache. "baked": the decoded weight is kept
+next to the codes, packed as vLLM packs a 16-bit one. Both multiply with the numbers that bitsandbytes decodes, bit for
+bit but for the sign of a zero, which is checked for every weight before its layer is changed.
 
 Letters: T tokens of a step, I and O in- and out-features.
 """
@@ -194,7 +194,8 @@ class DecodedLinear:
         return self._packed is not None
 
     def wrong_column(self, start: int = 0) -> int | None:
-        """The first column in which the copy does not hold what the codes and scales say; `None` where all agree, or there is no copy.
+        """The first column in which the copy does not hold what the codes and scales say; `None` where all agree, or
+        there is no copy.
 
         Read through the product that samples: with one 1 and else zeros it is exact, up to the sign of a zero.
 
@@ -245,7 +246,8 @@ class DecodedLinear:
         return out_TO
 
     def _lifted_product(self, x_TI: torch.Tensor, lifted: torch.Tensor) -> torch.Tensor:
-        """The weight is the left factor: with few tokens MKL takes up to a third less time than with the tokens there."""
+        """The weight is the left factor: with few tokens MKL takes up to a third less time than with the tokens
+        there."""
         x_IT = lifted_rows(x_TI, COLUMNS_ALIKE).t()
         out_OT = x_IT.new_empty(self.shape[0], x_IT.shape[1])
         for part in self._slices:

@@ -1,8 +1,8 @@
 """The parts of a fused linear (q, k and v; gate and up) as one 4-bit weight, without a copy of the codes.
 
-vLLM's plugin holds the codes of all parts one after another, and a QuantState for each part; it makes one product per part. Here
-the scales are contiguous too, and the states have views of them: whoever repairs the scales of a part repairs these. The
-same on every device.
+vLLM's plugin holds the codes of all parts one after another, and a QuantState for each part; it makes one product per
+part. Here the scales are contiguous too, and the states have views of them: whoever repairs the scales of a part
+repairs these. The same on every device.
 
 Letters: O and I out- and in-features.
 """

@@ -1,7 +1,8 @@
-"""What the 4-bit linears of an engine on a GPU multiply with, for each of their shapes and numbers of tokens: what was fastest.
+"""What the 4-bit linears of an engine on a GPU multiply with, for each of their shapes and numbers of tokens: what was
+fastest.
 
-Measured when an engine with `base_compute="auto"` starts, before vLLM compiles or captures anything, and kept in a table for
-this GPU and these versions, so that the next start measures nothing. Without "auto" vLLM's own way stays.
+Measured when an engine with `base_compute="auto"` starts, before vLLM compiles or captures anything, and kept in a
+table for this GPU and these versions, so that the next start measures nothing. Without "auto" vLLM's own way stays.
 
 Written on machines without a GPU. The tests run all of it but the kernels and the clock.
 """
@@ -220,7 +221,8 @@ def install_on_gpu(
 
 
 def read_out(joined: Joined, rules: str) -> str:
-    """Empty, or why a weight must not be multiplied by these rules: a kernel of ours decodes it otherwise than bitsandbytes.
+    """Empty, or why a weight must not be multiplied by these rules: a kernel of ours decodes it otherwise than
+    bitsandbytes.
 
     Multiplied with the identity, a product is the weight itself.
     """

@@ -1,8 +1,8 @@
 """The ways to multiply with a 4-bit weight on a GPU, and the rules that say which one for how many tokens.
 
 A rule is measured, never assumed: for a number of tokens that was not measured the way is vLLM's own, one product of
-bitsandbytes' for each part. The rules of a linear are one line of text, because they are passed through an operator of torch's:
-inside a compiled graph only the operator knows how many tokens there are.
+bitsandbytes' for each part. The rules of a linear are one line of text, because they are passed through an operator of
+torch's: inside a compiled graph only the operator knows how many tokens there are.
 
 Letters: T tokens, O and I out- and in-features.
 """
@@ -31,8 +31,8 @@ MARGIN = 0.03
 def ways_for(tokens: int, *, with_triton: bool) -> list[str]:
     """What there is to be measured with so many tokens.
 
-    "parts": bitsandbytes' product for each part, as vLLM's plugin makes it; "joined": one of them for all parts; "decoded": the
-    whole weight decoded, then a 16-bit product; "triton …": our kernel, with the sizes of its tiles.
+    "parts": bitsandbytes' product for each part, as vLLM's plugin makes it; "joined": one of them for all parts;
+    "decoded": the whole weight decoded, then a 16-bit product; "triton …": our kernel, with the sizes of its tiles.
     """
     ways = [PARTS, JOINED, DECODED]
     if with_triton:

@@ -15,10 +15,11 @@ from qlora_rl.engine.linears.cpu_kernel import CodesKernel, codes_kernel
 
 
 def multiply_adapters_directly(runner: Any) -> str:
-    """Have `linear.AdapterProducts` multiply the adapters of a model runner; empty, or why it stays with vLLM's own way.
+    """Have `linear.AdapterProducts` multiply the adapters of a model runner; empty, or why it stays with vLLM's own
+    way.
 
-    vLLM's CPU wrapper gathers A and B for every token, and takes the last slot's adapter for tokens that have none when others
-    of the step have one. Remove when `PunicaWrapperCPU` does neither.
+    vLLM's CPU wrapper gathers A and B for every token, and takes the last slot's adapter for tokens that have none when
+    others of the step have one. Remove when `PunicaWrapperCPU` does neither.
     """
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
@@ -51,10 +52,11 @@ def multiply_adapters_directly(runner: Any) -> str:
 
 
 def count_ranks_directly() -> None:
-    """Have vLLM's sampler count the ranks of sampled tokens by the function that it has for it, not by what torch compiles from it.
+    """Have vLLM's sampler count the ranks of sampled tokens by the function that it has for it, not by what torch
+    compiles from it.
 
-    On a CPU tracing it takes two seconds of the first rollout in each process. The integers are the same. For the life of the process.
-    Remove when vLLM compiles it for GPUs alone.
+    On a CPU tracing it takes two seconds of the first rollout in each process. The integers are the same. For the life
+    of the process. Remove when vLLM compiles it for GPUs alone.
     """
     from vllm.v1.sample import sampler
 
@@ -67,7 +69,8 @@ def count_ranks_directly() -> None:
 def norm_directly(model: torch.nn.Module, kernel: CodesKernel) -> None:
     """Have one kernel compute each norm in bf16, where vLLM's operators are a dozen of torch's in between.
 
-    What it gives is theirs, up to the order of one sum. vLLM's own CPU kernel rounds once where the trainer's model rounds twice.
+    What it gives is theirs, up to the order of one sum. vLLM's own CPU kernel rounds once where the trainer's model
+    rounds twice.
     """
     from vllm.model_executor.custom_op import CustomOp
     from vllm.model_executor.layers.layernorm import RMSNorm
@@ -126,7 +129,8 @@ def bitsandbytes_linears(model: torch.nn.Module, device: str = "cpu") -> dict[st
 
 
 def packs_away(dtype: torch.dtype) -> bool:
-    """vLLM's CPU backend keeps unquantised linears in a form of its own here, which nobody else can read; asked of a small one.
+    """vLLM's CPU backend keeps unquantised linears in a form of its own here, which nobody else can read; asked of a
+    small one.
 
     Without oneDNN's kernel for the dtype on this processor it multiplies with the weight as it is.
     """
@@ -141,7 +145,8 @@ def packs_away(dtype: torch.dtype) -> bool:
 
 
 def pack(weight_OI: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]:
-    """The product with a copy of a 16-bit weight, as this processor makes it fastest; rounded once to the weight's dtype."""
+    """The product with a copy of a 16-bit weight, as this processor makes it fastest; rounded once to the weight's
+    dtype."""
     dtype = weight_OI.dtype
     if processor().multiplies_in(dtype) == dtype:
         return pack_as_vllm(weight_OI)

@@ -1,10 +1,11 @@
 """One adapter multiplied without detours, where vLLM's CPU backend gathers A and B again for every token.
 
-Which adapter each token of a step has is looked up once per step. `native`'s kernel then multiplies an adapter out of vLLM's own buffers,
-all parts of a fused linear together. Where it cannot (another dtype, an odd shape, no compiler), an adapter's tokens go through two products, A
-of all parts joined, and B of all parts as one block-diagonal matrix, both packed the way vLLM packs a 16-bit weight. The buffers stay what counts: torch
-numbers the writes into a tensor, through whatever view, so a copy is packed again at the first product after a write. Tokens without an adapter
-are left as they are.
+Which adapter each token of a step has is looked up once per step. `native`'s kernel then multiplies an adapter out of
+vLLM's own buffers, all parts of a fused linear together. Where it cannot (another dtype, an odd shape, no compiler), an
+adapter's tokens go through two products, A of all parts joined, and B of all parts as one block-diagonal matrix, both
+packed the way vLLM packs a 16-bit weight. The buffers stay what counts: torch numbers the writes into a tensor, through
+whatever view, so a copy is packed again at the first product after a write. Tokens without an adapter are left as they
+are.
 
 Letters: T tokens of a step, I and O in- and out-features, R rank of the slots, S slots, N parts of a fused linear.
 """
@@ -25,7 +26,8 @@ Product = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 Pack = Callable[[torch.Tensor], Product]
 # Zeros that a block-diagonal B may hold: reading half a MiB of them costs less than another product does.
 ZEROS = 2**18
-# So many columns of A are read back at a time, and one sum of R products may be off by this share of its summands (16-bit rounding, twice).
+# So many columns of A are read back at a time, and one sum of R products may be off by this share of its summands
+# (16-bit rounding, twice).
 COLUMNS, ROUNDING = 32, 0.02
 
 
@@ -68,7 +70,8 @@ class Held:
     Attributes:
         a_stacked: vLLM's buffers, A [S, 1, R, I] of each part.
         b_stacked: B [S, 1, O, R] of each part.
-        mark: of the buffers when it was made: their addresses, where it reads them; torch's numbers of the writes into them, where it has a copy.
+        mark: of the buffers when it was made: their addresses, where it reads them; torch's numbers of the writes into
+            them, where it has a copy.
         product: with the slot.
     """
 
@@ -136,8 +139,8 @@ class AdapterProducts:
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """What a slot is multiplied with now, read through its products: A [R, I] and B [O, R] of each part.
 
-        A product with one 1 and else zeros is exact, up to the sign of a zero. B is read whole; of A only `COLUMNS` columns, from
-        `start` on: the others are those of the buffers.
+        A product with one 1 and else zeros is exact, up to the sign of a zero. B is read whole; of A only `COLUMNS`
+        columns, from `start` on: the others are those of the buffers.
         """
         product = self._slot(a_stacked, b_stacked, slot)
         ranks, sizes = [a.shape[2] for a in a_stacked], [b.shape[2] for b in b_stacked]
@@ -198,7 +201,8 @@ class AdapterProducts:
 
 
 class AdaptedLinear:
-    """Takes the place of `apply` of one of vLLM's linears with LoRA; the same calls, without the detours in Python between them.
+    """Takes the place of `apply` of one of vLLM's linears with LoRA; the same calls, without the detours in Python
+    between them.
 
     Args:
         layer: vLLM's, with `base_layer`.
@@ -259,7 +263,8 @@ def _addresses(a_stacked: tuple[torch.Tensor, ...], b_stacked: tuple[torch.Tenso
 
 
 def group(slots_T: torch.Tensor) -> Groups:
-    """The slots that occur, each with the numbers of its tokens; `None` for all of them. Tokens of slot -1 are left out."""
+    """The slots that occur, each with the numbers of its tokens; `None` for all of them. Tokens of slot -1 are left
+    out."""
     if slots_T.numel() == 0:
         return []
     found = torch.unique(slots_T).tolist()

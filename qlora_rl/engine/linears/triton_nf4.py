@@ -1,8 +1,8 @@
 """x times a 4-bit weight of bitsandbytes, in one Triton kernel: the codes are decoded on the way into the product.
 
-Every weight is decoded as bitsandbytes decodes it: table entry times scale in float32, rounded once to the dtype of x. Sums are
-kept in float32 and rounded once. A long sum may be cut into parts that are added in a fixed order, so the same call gives the
-same bits.
+Every weight is decoded as bitsandbytes decodes it: table entry times scale in float32, rounded once to the dtype of x.
+Sums are kept in float32 and rounded once. A long sum may be cut into parts that are added in a fixed order, so the same
+call gives the same bits.
 
 Not seen on a GPU yet. The tests run it in Triton's interpreter and compile it for sm_80 and sm_90.
 
@@ -162,7 +162,8 @@ def multiply(
     Args:
         x_TI: bf16 or fp16; its rows may be strided, its columns not.
         codes: uint8, two weights in a byte, [O * I / 2] in any shape.
-        absmax: the scales, float32 [O * I / blocksize], of blocks that may span rows; already decoded where they are quantised.
+        absmax: the scales, float32 [O * I / blocksize], of blocks that may span rows; already decoded where they are
+            quantised.
         values: what the 16 codes mean, float32 [16].
         outputs: O.
         blocksize: weights per scale; even.

@@ -100,7 +100,8 @@ class Adapters:
         """Serve what is in a slot; see `LocalEngine.serve_slot`."""
         if not slots.is_valid():
             raise SyncError(
-                f"serving adapter version={version} out of slot {index}: the engine has taken its slots back. Push again."
+                f"serving adapter version={version} out of slot {index}: the engine has taken its slots back. Push "
+                "again."
             )
         self._serve(self._slot_requests[index], version, recover)
 
@@ -132,8 +133,8 @@ class Adapters:
             directory = recover()
         except Exception as error:
             raise EngineBrokenError(
-                f"rebuilding the engine: adapter version={self.version} was not kept ({error}). Push the adapter again, or call "
-                "drop_adapter() to go on with the bare base."
+                f"rebuilding the engine: adapter version={self.version} was not kept ({error}). Push the adapter "
+                "again, or call drop_adapter() to go on with the bare base."
             ) from error
         if directory.is_dir():
             self.load(llm, directory, self.version)
@@ -167,8 +168,8 @@ class Adapters:
         """Raise where the adapter that should serve is gone."""
         if self.is_lost:
             raise EngineBrokenError(
-                f"generating: adapter version={self.version}: {self._why_lost}. Push the adapter again, or call drop_adapter() to go "
-                "on with the bare base."
+                f"generating: adapter version={self.version}: {self._why_lost}. Push the adapter again, or call "
+                "drop_adapter() to go on with the bare base."
             )
 
     def _add(self, llm: LLM, directory: Path, version: int, name: str) -> Any:
@@ -186,15 +187,16 @@ class Adapters:
             if not isinstance(error, Exception):
                 raise
             raise SyncError(
-                f"loading adapter version={version} into vLLM: {str(error).rstrip('.')}. Version {self.version} goes on serving."
+                f"loading adapter version={version} into vLLM: {str(error).rstrip('.')}. Version {self.version} goes "
+                "on serving."
             ) from error
         if lost:
             _forget(llm, self._ids)
             self._keep_serving(llm)
             raise SyncError(
-                f"loading adapter version={version} into vLLM: no layer of the engine multiplies with {', '.join(lost[:4])}"
-                f"{' …' if len(lost) > 4 else ''}; it would have been left out without a word. Version {self.version} goes "
-                "on serving. Leave these modules out of target_modules.",
+                f"loading adapter version={version} into vLLM: no layer of the engine multiplies with "
+                f"{', '.join(lost[:4])}{' …' if len(lost) > 4 else ''}; it would have been left out without a word. "
+                f"Version {self.version} goes on serving. Leave these modules out of target_modules.",
                 reasons=lost,
                 module=lost[0],
             )
@@ -212,8 +214,8 @@ class Adapters:
         if before is None or before.version != version:
             held = "" if before is None else f" and version={before.version}"
             raise VersionGoneError(
-                f"generating: version={version} is asked for, and the engine holds version={serving}{held}. Generate again, with "
-                "what serves now."
+                f"generating: version={version} is asked for, and the engine holds version={serving}{held}. Generate "
+                "again, with what serves now."
             )
         return before
 

@@ -1,9 +1,9 @@
 """`borrow_base`: a transformers model whose base is the engine's own tensors, so that the base is in memory once.
 
-The model is built from the config with hollow tensors (one element, stretched), by transformers' own loader, so that all
-that PEFT and TRL read of it is as for a loaded base. Then every tensor is pointed at vLLM's: codes and scales of each
-4-bit weight (views of the shards that vLLM has fused), norms, biases, embeddings without the padding of the vocabulary,
-the head. Nothing is read from disk but what the engine cannot lend.
+The model is built from the config with hollow tensors (one element, stretched), by transformers' own loader, so that
+all that PEFT and TRL read of it is as for a loaded base. Then every tensor is pointed at vLLM's: codes and scales of
+each 4-bit weight (views of the shards that vLLM has fused), norms, biases, embeddings without the padding of the
+vocabulary, the head. Nothing is read from disk but what the engine cannot lend.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ def borrow_base(
 ) -> PreTrainedModel:
     """A model for PEFT training, like `load_base`, whose base is the engine's own tensors.
 
-    The engine's scales are repaired first. Neither side may write to the base. The engine raises on closing while the model
-    lives, and points it at the new tensors when it is rebuilt. `model.qlora_loan` says what is shared and what is not.
+    The engine's scales are repaired first. Neither side may write to the base. The engine raises on closing while the
+    model lives, and points it at the new tensors when it is rebuilt. `model.qlora_loan` says what is shared and what is
+    not.
 
     Args:
         engine: a LocalEngine in this process.
@@ -116,14 +117,15 @@ def _check(doing: str, base: PreparedBase, stored: StoredTensors, lending: Lendi
     """Raise where there is little or nothing to share."""
     if lending.process != os.getpid():
         raise CannotShareError(
-            f"{doing}: vLLM's worker runs in process {lending.process}, not in this one. Use load_base; or one GPU and an "
-            "engine in this process (tensor_parallel_size=1)."
+            f"{doing}: vLLM's worker runs in process {lending.process}, not in this one. Use load_base; or one GPU and "
+            "an engine in this process (tensor_parallel_size=1)."
         )
     for name, lent in lending.weights.items():
         if name in stored and (f"{name}.absmax" in stored) != (lent.state is not None):
             raise CannotShareError(
-                f"{doing}: {name} is {'not ' if lent.state is None else ''}4-bit in vLLM and {'' if lent.state is None else 'not '}"
-                f"in {base}. Start the engine on the base as it is, or use load_base.",
+                f"{doing}: {name} is {'not ' if lent.state is None else ''}4-bit in vLLM and "
+                f"{'' if lent.state is None else 'not '}in {base}. Start the engine on the base as it is, or use "
+                "load_base.",
                 module=name,
             )
     if base.spec.is_4bit:
@@ -134,8 +136,8 @@ def _check(doing: str, base: PreparedBase, stored: StoredTensors, lending: Lendi
     if linears:
         name, why = next(iter(linears.items()))
         raise CannotShareError(
-            f"{doing}: the base is {base.spec.label} and {why} ({name} and {len(linears) - 1} more). Use load_base; a 4-bit "
-            "base can be shared.",
+            f"{doing}: the base is {base.spec.label} and {why} ({name} and {len(linears) - 1} more). Use load_base; a "
+            "4-bit base can be shared.",
             reasons=[f"{n}: {w}" for n, w in linears.items()],
             module=name,
         )

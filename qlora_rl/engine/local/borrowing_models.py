@@ -39,13 +39,14 @@ class BorrowingModels:
             gc.collect()  # PEFT and TRL tie their objects into cycles: dropped, they may still be there
         if count := len(self.alive()):
             raise EngineBusyError(
-                f"{doing}: {count} model{'s' if count > 1 else ''} made by borrow_base still use{'' if count > 1 else 's'} its "
-                "weights. Drop it first (del model, or the trainer that holds it), or call close(force=True): the tensors "
-                "stay with the model then."
+                f"{doing}: {count} model{'s' if count > 1 else ''} made by borrow_base still "
+                f"use{'' if count > 1 else 's'} its weights. Drop it first (del model, or the trainer that holds it), "
+                "or call close(force=True): the tensors stay with the model then."
             )
 
     def point_to(self, lending: Lending) -> None:
-        """Point all of them at the tensors of a rebuilt engine; what a model has cast or moved meanwhile stays its own."""
+        """Point all of them at the tensors of a rebuilt engine; what a model has cast or moved meanwhile stays its
+        own."""
         for index, model in enumerate(self.alive()):
             ref, places = self._held[index]
             point(model, lending.weights, places)

@@ -1,4 +1,5 @@
-"""Which weights serve, where an engine has been given dense ones: all of one version, or none until the next arrives."""
+"""Which weights serve, where an engine has been given dense ones: all of one version, or none until the next
+arrives."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ class DenseWeights:
                 else f"Version {serves} goes on serving."
             )
             raise SyncError(
-                f"loading weights version={version} into vLLM: {error} (after {counted.count} tensors). {after} Push again.",
+                f"loading weights version={version} into vLLM: {error} (after {counted.count} tensors). {after} Push "
+                "again.",
                 reasons=getattr(error, "reasons", ()),
             ) from error
         self.lost = ""
@@ -81,7 +83,8 @@ class DenseWeights:
         """Raise where the weights that are asked for are not there."""
         if self.lost:
             raise EngineBrokenError(
-                f"generating: {self.lost}. Push again, or call drop_adapter() to go on with the weights of the base directory."
+                f"generating: {self.lost}. Push again, or call drop_adapter() to go on with the weights of the base "
+                "directory."
             )
         if bare and self.version:
             raise EngineUnsupportedError(
@@ -92,20 +95,23 @@ class DenseWeights:
         """Raise where adapters cannot be served, or the base is no longer the one that they were made for."""
         if not max_rank:
             raise EngineUnsupportedError(
-                "loading an adapter: this engine was started without LoRA (max_lora_rank=0). Start it with the adapter's rank."
+                "loading an adapter: this engine was started without LoRA (max_lora_rank=0). Start it with the "
+                "adapter's rank."
             )
         if self.version or self.lost:
             raise EngineUnsupportedError(
-                f"loading an adapter: the engine serves dense weights version={self.version}, to which no adapter belongs. Call "
-                "drop_adapter() first, which loads the base again."
+                f"loading an adapter: the engine serves dense weights version={self.version}, to which no adapter "
+                "belongs. Call drop_adapter() first, which loads the base again."
             )
 
     def require_place(self, base: Path, capabilities: EngineCapabilities) -> None:
-        """Raise where vLLM would take dense weights for packed codes, holds them in parts, or finds no place for them."""
+        """Raise where vLLM would take dense weights for packed codes, holds them in parts, or finds no place for
+        them."""
         if not capabilities.takes_dense:
             raise EngineUnsupportedError(
-                f"loading weights: {capabilities.name} serves {base} in 4 bits, on several GPUs or as a mixture of experts, where dense weights cannot "
-                "be written. Serve the baked base: LocalEngine(bake_base(base), max_lora_rank=0)."
+                f"loading weights: {capabilities.name} serves {base} in 4 bits, on several GPUs or as a mixture of "
+                "experts, where dense weights cannot be written. Serve the baked base: LocalEngine(bake_base(base), "
+                "max_lora_rank=0)."
             )
         if capabilities.max_lora_rank:
             require_dense_beside_adapters()

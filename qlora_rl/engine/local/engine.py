@@ -44,20 +44,24 @@ class LocalEngine:
     Args:
         base: directory made by `prepare_base`.
         max_lora_rank: largest rank that will be served, rounded up to one of vLLM's classes; 0 switches LoRA off.
-        max_model_length: prompt plus completion, in tokens; by default what the model was made for, as far as vLLM and transformers compute one function (docs/functions.md).
+        max_model_length: prompt plus completion, in tokens; by default what the model was made for, as far as vLLM and
+            transformers compute one function (docs/functions.md).
         max_num_seqs: sequences in flight.
-        tensor_parallel_size: processes that hold a part of the base each, on a GPU each; a 4-bit base is served in its baked form then.
+        tensor_parallel_size: processes that hold a part of the base each, on a GPU each; a 4-bit base is served in its
+            baked form then.
         gpu_memory_utilization: share of the card that vLLM may fill (weights and KV cache).
-        kv_cache_gib: size of the KV cache; on a GPU instead of `gpu_memory_utilization`. On the CPU by default what `max_num_seqs` need, up to 4 or what one needs.
+        kv_cache_gib: size of the KV cache; on a GPU instead of `gpu_memory_utilization`. On the CPU by default what
+            `max_num_seqs` need, up to 4 or what one needs.
         enforce_eager: no CUDA graphs; default true on the CPU.
         enable_sleep: `sleep()` gives memory back between rollouts (GPU; a no-op on the CPU).
         enable_prefix_caching: share the KV cache of common prompt beginnings, within one adapter version.
         model_impl: vLLM's own model code ("vllm"), transformers' ("transformers"), or "auto".
         trust_remote_code: let the model's own code run.
         seed: of the engine; requests carry their own.
-        base_compute: what linears multiply with on the CPU: "nf4", the codes, decoded slice by slice; "baked", dequantised copies as
-            well (four times their memory, eight times in float32); "auto", what is fastest here and leaves a fifth of the memory free; "vllm",
-            its own way, for the adapter too. On a GPU "auto" measures, all else is vLLM's way. The attribute says the outcome.
+        base_compute: what linears multiply with on the CPU: "nf4", the codes, decoded slice by slice; "baked",
+            dequantised copies as well (four times their memory, eight times in float32); "auto", what is fastest here
+            and leaves a fifth of the memory free; "vllm", its own way, for the adapter too. On a GPU "auto" measures,
+            all else is vLLM's way. The attribute says the outcome.
         planned_memory_gib: for "auto": what the run will hold at its peak; by default what this process holds then.
         memory_limit_gib: for "auto": what it may hold; by default what others leave of the machine.
         repair_scales: write the exact scales into vLLM when it has loaded (`repair_base`).
@@ -197,7 +201,8 @@ class LocalEngine:
 
     @alone
     def repair_base(self) -> dict[str, float]:
-        """Write the exact scales of the base directory into vLLM's weights, where its loader has rounded them (docs/fidelity.md).
+        """Write the exact scales of the base directory into vLLM's weights, where its loader has rounded them
+        (docs/fidelity.md).
 
         Returns:
             The largest relative error of each repaired weight; empty when nothing differed.
@@ -229,15 +234,17 @@ class LocalEngine:
     ) -> Rollout:
         """One completion for each of B prompts; repeat a prompt to sample several.
 
-        Several threads may call it: their requests share vLLM's batch, and a push takes its turn between two steps. A call ends with the
-        version with which it began. An interrupt (Ctrl-C, a notebook's stop button) takes effect between two engine steps: all requests of the
-        call are aborted and the engine stays usable. A second one during the same step gives the engine up; it is rebuilt at the next use.
+        Several threads may call it: their requests share vLLM's batch, and a push takes its turn between two steps. A
+        call ends with the version with which it began. An interrupt (Ctrl-C, a notebook's stop button) takes effect
+        between two engine steps: all requests of the call are aborted and the engine stays usable. A second one during
+        the same step gives the engine up; it is rebuilt at the next use.
 
         Args:
             prompts: B token-id lists, strings, or `ImagePrompt`s.
             sampling: how to sample; or give its fields by name.
             version: of the adapter; that which serves, or the one before it while its slot has not been written again.
-            places: number of each prompt in the whole of which these are a part; decides its seed. By default 0 to B - 1.
+            places: number of each prompt in the whole of which these are a part; decides its seed. By default 0 to B -
+                1.
 
         Raises:
             PromptTooLongError: names every prompt that leaves no room for a completion; nothing was generated.
@@ -264,7 +271,8 @@ class LocalEngine:
         )
 
     def cancel(self) -> None:
-        """Have the calls of other threads end between two steps, with `RolloutCancelledError`; none of their requests stays."""
+        """Have the calls of other threads end between two steps, with `RolloutCancelledError`; none of their requests
+        stays."""
         self._driver.cancel()
 
     @alone
@@ -313,7 +321,8 @@ class LocalEngine:
             EngineUnsupportedError: the engine holds a 4-bit base.
             MissingDependencyError: it takes adapters, too, before vLLM 0.31.
             EngineBusyError: a model borrows the base.
-            SyncError: not all arrived. Nothing is served until a push arrives whole; if none had, the old version serves on.
+            SyncError: not all arrived. Nothing is served until a push arrives whole; if none had, the old version
+                serves on.
         """
         self._dense.require_place(self.base, self.capabilities())
         self.borrowers.reject("loading weights")
@@ -349,8 +358,8 @@ class LocalEngine:
     def sleep(self) -> None:
         """Give back the KV cache and move the weights to host memory (vLLM's level 1); a no-op on the CPU.
 
-        Weights that a model borrows stay where they are. Level 2 is never used: it discards a bitsandbytes base that vLLM
-        has no way to load again.
+        Weights that a model borrows stay where they are. Level 2 is never used: it discards a bitsandbytes base that
+        vLLM has no way to load again.
         """
         self._ensure_usable()
         if self._is_asleep or not self._options["enable_sleep_mode"]:
@@ -455,7 +464,8 @@ class LocalEngine:
     def _run(
         self, asked: Sequence[Prompt], params: list[Any], *, bare: bool = False, version: int | None = None
     ) -> tuple[int, list[Any]]:
-        """Drive the engine until all B requests are done: the version that made them, and their outputs. None of them stays, whatever happens."""
+        """Drive the engine until all B requests are done: the version that made them, and their outputs. None of them
+        stays, whatever happens."""
         with self._driver.between_steps() as raise_if_interrupted:
             with self._driver.door, self._driver.lock, self._driver.stream.turn():
                 self._ensure_usable()  # another thread's call may have failed just now
@@ -479,7 +489,8 @@ class LocalEngine:
 
     @alone
     def _finish_calls(self, adapter: int | None = None) -> None:
-        """What others have begun (with `adapter`, with which nobody begins any more) is generated to its end: what it reads is to change."""
+        """What others have begun (with `adapter`, with which nobody begins any more) is generated to its end: what it
+        reads is to change."""
         if adapter is not None:
             self._adapters.forget_before(adapter)
         if self._llm is not None:

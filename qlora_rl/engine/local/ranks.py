@@ -36,7 +36,10 @@ class RankWatch:
         self._thread.join(_SOON_S)
         if self._first is None:
             return ""
-        return f"rank {self._first} of {len(self._ids)} (process {self._ids[self._first]}) has ended: killed, or out of memory"
+        return (
+            f"rank {self._first} of {len(self._ids)} (process {self._ids[self._first]}) has ended: killed, or out "
+            "of memory"
+        )
 
 
 @contextlib.contextmanager

@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 
 
 class Routing:
-    """Asks the worker to note choices, and puts them where vLLM puts those that it returns itself (`CompletionOutput.routed_experts`), and their
-    weights, which vLLM does not return, next to them.
+    """Asks the worker to note choices, and puts them where vLLM puts those that it returns itself
+    (`CompletionOutput.routed_experts`), and their weights, which vLLM does not return, next to them.
 
     Attributes:
         is_on: choices are noted.
@@ -29,7 +29,8 @@ class Routing:
         self.is_on, self._llm = False, None
 
     def begin(self, llm: Any, start: StartOptions) -> None:
-        """An engine was built. Noted is what a mixture chooses on a CPU; on a GPU vLLM is asked by `enable_return_routed_experts`."""
+        """An engine was built. Noted is what a mixture chooses on a CPU; on a GPU vLLM is asked by
+        `enable_return_routed_experts`."""
         returned = bool(start.arguments.get("enable_return_routed_experts"))
         self._llm = llm if start.is_mixture and start.is_cpu and start.ranks == 1 and not returned else None
         self.is_on = self._llm is not None or returned
@@ -55,7 +56,8 @@ def choices_of(
 ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
     """Choices and weights, [N - 1, L, K] of each request, -1 and NaN where they are not known; `None` where nothing is.
 
-    The last token is never read. What vLLM took out of its prefix cache, another request of the call has computed, or an earlier call.
+    The last token is never read. What vLLM took out of its prefix cache, another request of the call has computed, or
+    an earlier call.
 
     Args:
         prompts: token ids.

@@ -1,7 +1,8 @@
 """`Driver`: one vLLM engine stepped for the calls of several threads; between two steps anybody may have a turn.
 
-vLLM's engine of this process is made for one thread. Here a thread that generates holds the lock for one step at a time: a second
-call joins the running batch, and a push or a check goes in between, while the requests that have begun go on as they are.
+vLLM's engine of this process is made for one thread. Here a thread that generates holds the lock for one step at a
+time: a second call joins the running batch, and a push or a check goes in between, while the requests that have begun
+go on as they are.
 """
 
 from __future__ import annotations
@@ -57,9 +58,9 @@ class Call:
 class Driver:
     """Adds requests and steps until they are done.
 
-    Python gives a lock to whoever asks first, and that would always be the thread that has just stepped. Hence a second lock, `door`:
-    who wants a turn holds it until the turn is over, and who steps goes through it before every step. A turn comes after one
-    step of each thread that is past it, whatever the machine is busy with.
+    Python gives a lock to whoever asks first, and that would always be the thread that has just stepped. Hence a second
+    lock, `door`: who wants a turn holds it until the turn is over, and who steps goes through it before every step. A
+    turn comes after one step of each thread that is past it, whatever the machine is busy with.
 
     Both are locks of C's, taken by `with` alone: an interrupt strikes before one is taken or after it was given back.
 
@@ -115,8 +116,8 @@ class Driver:
             Their outputs, in order.
 
         Raises:
-            EngineBrokenError: vLLM failed in a step, whoever's it was; every call that was open has failed. Or it has given some of
-                these requests up.
+            EngineBrokenError: vLLM failed in a step, whoever's it was; every call that was open has failed. Or it has
+                given some of these requests up.
             RolloutCancelledError: `cancel` was called.
         """
         try:
@@ -151,7 +152,8 @@ class Driver:
         return not call.left
 
     def drain(self, engine: Any, adapter: int | None = None) -> None:
-        """Step until the open calls are done, in the turn of somebody who changes what they read; nobody begins one meanwhile.
+        """Step until the open calls are done, in the turn of somebody who changes what they read; nobody begins one
+        meanwhile.
 
         Args:
             engine: vLLM's.
@@ -170,7 +172,8 @@ class Driver:
 
     @contextlib.contextmanager
     def between_steps(self) -> Iterator[Callable[[], None]]:
-        """What is yielded raises KeyboardInterrupt where Ctrl-C is due; a second one in the same step gives the engine up."""
+        """What is yielded raises KeyboardInterrupt where Ctrl-C is due; a second one in the same step gives the engine
+        up."""
         try:
             with interrupts_between_steps() as raise_if_interrupted:
                 yield raise_if_interrupted

@@ -12,10 +12,10 @@ import torch
 class OwnStream:
     """On a GPU the current stream is a setting of each thread, and what is enqueued on two streams has no order.
 
-    A new thread is on the default stream. vLLM puts the thread that builds an engine on a new stream (`current_stream` of its
-    utils/torch_utils.py), captures its graphs there, and copies sampled tokens to the host behind that stream alone (`main_stream`
-    of its GPU model runner). A step of another thread would be read before it is done, and would not wait for a push. So all of
-    them take their turns on that stream.
+    A new thread is on the default stream. vLLM puts the thread that builds an engine on a new stream (`current_stream`
+    of its utils/torch_utils.py), captures its graphs there, and copies sampled tokens to the host behind that stream
+    alone (`main_stream` of its GPU model runner). A step of another thread would be read before it is done, and would
+    not wait for a push. So all of them take their turns on that stream.
 
     Args:
         current: gives the stream of this thread; for tests.
@@ -36,7 +36,8 @@ class OwnStream:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """A block behind what this thread has enqueued, and before what it will; nothing changes without an engine on a GPU."""
+        """A block behind what this thread has enqueued, and before what it will; nothing changes without an engine on a
+        GPU."""
         own = self._own
         if own is None or (mine := self._current()) == own:
             yield

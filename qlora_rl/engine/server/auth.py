@@ -109,7 +109,8 @@ class Visits:
 
     @contextlib.contextmanager
     def visit(self, number: int | None = None) -> Iterator[None]:
-        """A request, from its first byte to its last; or while it uses an adapter before the one that serves, by its number."""
+        """A request, from its first byte to its last; or while it uses an adapter before the one that serves, by its
+        number."""
         number = self.current if number is None else number
         self._inside[number] += 1
         try:

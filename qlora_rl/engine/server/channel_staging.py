@@ -68,8 +68,8 @@ class ChannelStaging:
             raise SyncError(f"taking weights: part={index} came, part={len(self._taken)} is due. Push again.")
         if not 0 <= size <= self._left:
             raise SyncError(
-                f"taking weights: part={index} is said to have {size} bytes, and {self._left} are left of the model's {self.nbytes}. Push to the "
-                "right server."
+                f"taking weights: part={index} is said to have {size} bytes, and {self._left} are left of the model's "
+                f"{self.nbytes}. Push to the right server."
             )
         await self._ask("qlora_take_carried", self.token, _sendable(part))
         self._taken.append(check)
@@ -80,8 +80,9 @@ class ChannelStaging:
         missing = (await self._engine.collective_rpc("qlora_missing_carried", args=(self.token,)))[0]
         if missing:
             raise SyncError(
-                f"taking weights version={self.version}: no value came for {len(missing)} of {len(self._expected)} weights of the engine, first "
-                f"{missing[0]}. The stream broke off, or the model is another one; push again.",
+                f"taking weights version={self.version}: no value came for {len(missing)} of {len(self._expected)} "
+                f"weights of the engine, first {missing[0]}. The stream broke off, or the model is another one; push "
+                "again.",
                 reasons=missing,
             )
 

@@ -39,9 +39,9 @@ BOTH_IMPORT = (
 class ForkedEngine(ForkProcess):
     """A process that waits to be told what to do; what a spawned one is told on its way, it reads from a pipe.
 
-    vLLM has a CPU's engine spawned (`check_and_update_config` of platforms/cpu.py, 0.31): a fork takes no threads along, and
-    one with a used pool of OpenMP waits for its threads forever. So it is forked before anything was multiplied. Exit handlers
-    (`atexit`, `weakref.finalize`) do not run in it, as in every fork.
+    vLLM has a CPU's engine spawned (`check_and_update_config` of platforms/cpu.py, 0.31): a fork takes no threads
+    along, and one with a used pool of OpenMP waits for its threads forever. So it is forked before anything was
+    multiplied. Exit handlers (`atexit`, `weakref.finalize`) do not run in it, as in every fork.
 
     Args:
         unwanted: descriptors that it must not hold, as locks.
@@ -77,7 +77,8 @@ class ForkedEngine(ForkProcess):
         except OSError as error:
             self.join()
             raise EngineBrokenError(
-                f"starting vLLM's engine: its process has ended while it waited (exit status {self.exitcode}). Is there too little memory?"
+                f"starting vLLM's engine: its process has ended while it waited (exit status {self.exitcode}). Is "
+                "there too little memory?"
             ) from error
         self._here.close()
 
@@ -111,7 +112,8 @@ class ForkedEngine(ForkProcess):
 
 
 def _needs_a_new_one(*, vllm_config: Any, tensor_queue: Any, **_: Any) -> bool:
-    """Processes are spawned to hand them a queue, to bind them to a NUMA node, and to load another allocator before all else."""
+    """Processes are spawned to hand them a queue, to bind them to a NUMA node, and to load another allocator before all
+    else."""
     preloaded = [path for path in os.environ.get("LD_PRELOAD", "").split(":") if path]
     mapped = Path("/proc/self/maps").read_text() if preloaded else ""
     return (

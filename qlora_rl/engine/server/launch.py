@@ -96,16 +96,18 @@ def serve(
         base: directory made by `prepare_base` or `bake_base`.
         host: to listen on; another than loopback needs an `api_key_file` that exists.
         port: to listen on; 0 takes a free one.
-        api_key_file: holds the key. Without it, or where there is no such file, a key is made and written with mode 600.
-        adapter_dir: the only place from which adapters are loaded; made with mode 700. By default one of its own on tmpfs.
+        api_key_file: holds the key. Without it, or where there is no such file, a key is made and written with mode
+            600.
+        adapter_dir: the only place from which adapters are loaded; made with mode 700. By default one of its own on
+            tmpfs.
         max_body_mib: largest request; by default what the largest adapter needs.
         ready_file: is written when the server answers: JSON with url, key_file, pid, base, limits.
         base_compute: what linears multiply with; see `LocalEngine`.
         adapter: PEFT directory of a LoRA on this base, served as model "policy" from the start, as version 1; the base
             must then be the one that was written.
         vllm_options: further options of vLLM's own command line.
-        alone: this process does nothing else and has computed nothing before. vLLM's engine process on a CPU is then forked from it, after its
-            imports, and starts in half the time.
+        alone: this process does nothing else and has computed nothing before. vLLM's engine process on a CPU is then
+            forked from it, after its imports, and starts in half the time.
         options: of the engine, as `LocalEngine` takes them: max_lora_rank, max_model_length, max_num_seqs, ...
 
     Raises:
@@ -131,8 +133,8 @@ def serve(
     key_path = Path(api_key_file) if api_key_file is not None else None
     if host not in LOOPBACK and (key_path is None or not key_path.is_file()):
         raise ConfigConflictError(
-            f"starting the server: host={host!r} can be reached from other machines, and no key was given. Write one into a file "
-            "(mode 600) and pass it as --api-key-file, or listen on 127.0.0.1."
+            f"starting the server: host={host!r} can be reached from other machines, and no key was given. Write one "
+            "into a file (mode 600) and pass it as --api-key-file, or listen on 127.0.0.1."
         )
     for name in ("VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_ALLOW_INSECURE_SERIALIZATION"):
         os.environ.pop(name, None)  # endpoints that our routes make unnecessary
@@ -156,8 +158,8 @@ def serve(
         if not start.max_lora_rank and (start.is_4bit or start.ranks > 1):
             held = "on a 4-bit base" if start.is_4bit else f"with tensor_parallel_size={start.ranks}"
             raise ConfigConflictError(
-                f"starting the server: max_lora_rank=0 {held}: neither an adapter nor full weights can be pushed. Use at least 1, "
-                "or serve the baked base (bake_base)."
+                f"starting the server: max_lora_rank=0 {held}: neither an adapter nor full weights can be pushed. Use "
+                "at least 1, or serve the baked base (bake_base)."
             )
         key_path, key = read_or_make_key(key_path or own / "api-key")
         allowed = (
@@ -268,7 +270,8 @@ class _Server:
         }
         app.router.routes = [route for route in app.router.routes if getattr(route, "path", "") not in _CLOSED]
         app.include_router(Api(policy, about, max_body, TrainerLock(LEASE_S)).router())
-        # In front of everything, Starlette's own error page included; vLLM has built the stack already, so that none can be added.
+        # In front of everything, Starlette's own error page included; vLLM has built the stack already, so that none
+        # can be added.
         inner = Shutter(app.middleware_stack or app.build_middleware_stack(), weights, PREFIX)
         app.middleware_stack = Gate(inner, self.key, max_body, visits)
         _measure(policy)
@@ -287,9 +290,9 @@ class _Server:
         self.is_ready = True
         sequences = self.start.arguments["max_num_seqs"]
         print(
-            f"qlora-rl: serving {self.base} at {self.url}; base {about['base'][:16]} ({about['repaired']} weights got their exact scales "
-            f"back); {_takes(about)}, length <= {about['max_model_length']}, {sequences} sequences, bodies <= "
-            f"{about['max_body_bytes'] / _MIB:.0f} MiB; key in {self.key_path}"
+            f"qlora-rl: serving {self.base} at {self.url}; base {about['base'][:16]} ({about['repaired']} weights got "
+            f"their exact scales back); {_takes(about)}, length <= {about['max_model_length']}, {sequences} sequences, "
+            f"bodies <= {about['max_body_bytes'] / _MIB:.0f} MiB; key in {self.key_path}"
             + ("" if self.bundle is None else '; the trained model is "policy"'),
             flush=True,
         )
@@ -343,7 +346,8 @@ def read_or_make_key(path: Path) -> tuple[Path, str]:
         raise ConfigConflictError(f"reading the key: {path}: {error.strerror}. Pass another --api-key-file.") from error
     if len(key) < 16 or not key.isascii() or any(letter.isspace() for letter in key):
         raise ConfigConflictError(
-            f"reading the key: {path} holds no key of at least 16 ASCII characters without spaces. Remove it, and one is made."
+            f"reading the key: {path} holds no key of at least 16 ASCII characters without spaces. Remove it, and one "
+            "is made."
         )
     return path, key
 
@@ -363,7 +367,8 @@ def check_adapter_dir(path: Path) -> Path:
         ) from error
     if about.st_uid != os.getuid():
         raise ConfigConflictError(
-            f"checking the adapter directory: {path} belongs to another user (uid={about.st_uid}). Pass a directory of your own."
+            f"checking the adapter directory: {path} belongs to another user (uid={about.st_uid}). Pass a directory of "
+            "your own."
         )
     if about.st_mode & 0o022:
         raise ConfigConflictError(
@@ -426,7 +431,8 @@ class RunningServer:
 def start_server(
     base: str | os.PathLike[str], *, port: int = 0, timeout_s: float = 600.0, key: str | None = None, **options: Any
 ) -> RunningServer:
-    """Start `serve` in a process of its own on this host, and wait until it answers. It ends with the thread that started it.
+    """Start `serve` in a process of its own on this host, and wait until it answers. It ends with the thread that
+    started it.
 
     Args:
         base: directory made by `prepare_base`.
@@ -443,7 +449,8 @@ def start_server(
     """
     if "ready_file" in options or (key is not None and "api_key_file" in options):
         raise ConfigConflictError(
-            "starting a server: start_server has a ready_file of its own, and takes either key= or api_key_file=. Leave one out."
+            "starting a server: start_server has a ready_file of its own, and takes either key= or api_key_file=. "
+            "Leave one out."
         )
     compat.require_server()
     open_base(base, verify=False)  # what is wrong with the base is said here
@@ -492,8 +499,8 @@ def _started(
                     f"starting a server on {base}: it ended with code={process.returncode}. The end of its log:\n{tail}"
                 )
         raise EngineBrokenError(
-            f"starting a server on {base}: it did not answer within timeout_s={timeout_s:.0f}. Allow more, or look into its output with "
-            "`qlora-rl serve`."
+            f"starting a server on {base}: it did not answer within timeout_s={timeout_s:.0f}. Allow more, or look "
+            "into its output with `qlora-rl serve`."
         )
     except BaseException:
         running.stop()

@@ -1,7 +1,7 @@
 """The server's own routes, under `/qlora/v1`: what a trainer needs and vLLM's OpenAI server does not give.
 
-Every answer names the start of the server and the version that serves. A request that names another start is rejected (412):
-after a restart nothing runs on the bare base by mistake.
+Every answer names the start of the server and the version that serves. A request that names another start is rejected
+(412): after a restart nothing runs on the bare base by mistake.
 """
 
 from __future__ import annotations

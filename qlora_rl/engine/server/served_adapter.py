@@ -1,4 +1,5 @@
-"""`ServedPolicy`: the adapter that a server serves. Runs next to vLLM's async engine; takes an adapter whole or not at all."""
+"""`ServedPolicy`: the adapter that a server serves. Runs next to vLLM's async engine; takes an adapter whole or not at
+all."""
 
 from __future__ import annotations
 
@@ -147,8 +148,9 @@ class ServedPolicy:
         found = await asyncio.to_thread(lambda: hashlib.sha256(blob).hexdigest())
         if found != digest:
             raise SyncError(
-                f"taking adapter version={version}: its {len(blob)} bytes have digest={found[:16]} != digest={digest[:16]} of what was "
-                f"sent. They were damaged on the way; send it again. Version {self.version} goes on serving."
+                f"taking adapter version={version}: its {len(blob)} bytes have digest={found[:16]} != "
+                f"digest={digest[:16]} of what was sent. They were damaged on the way; send it again. Version "
+                f"{self.version} goes on serving."
             )
         return await self._take(await asyncio.to_thread(unpack_adapter, blob), version, digest)
 
@@ -164,8 +166,9 @@ class ServedPolicy:
         bundle, digest = await asyncio.to_thread(read_allowed, self.store.root.parent, path, max_bytes)
         if wanted is not None and digest != wanted:
             raise SyncError(
-                f"taking adapter version={version}: its files have digest={digest[:16]} != digest={wanted[:16]} of what was written. The "
-                f"directory shows something else here; push again. Version {self.version} goes on serving."
+                f"taking adapter version={version}: its files have digest={digest[:16]} != digest={wanted[:16]} of "
+                f"what was written. The directory shows something else here; push again. Version {self.version} goes "
+                "on serving."
             )
         return await self._take(bundle, version, digest)
 
@@ -195,7 +198,8 @@ class ServedPolicy:
                 if not isinstance(error, Exception) or compat.is_dead_engine(error):
                     raise
                 raise SyncError(
-                    f"taking adapter version={version}: vLLM rejects it: {error}. Version {self.version} goes on serving."
+                    f"taking adapter version={version}: vLLM rejects it: {error}. Version {self.version} goes on "
+                    "serving."
                 ) from error
             self.held = Held(number, version, digest, request, directory)
             if bundle.config.get(IS_PROBE):
@@ -308,8 +312,8 @@ class ServedPolicy:
             raise VersionGoneError(f"generating: version={version} is no longer held; version {self.version} serves.")
         is_other = digest is not None and digest != self.digest
         raise ServerTakenError(
-            f"generating: version={version} is asked for, and {'another ' * is_other}version={self.version} serves: somebody "
-            "else has pushed. One server serves one trainer; start another server."
+            f"generating: version={version} is asked for, and {'another ' * is_other}version={self.version} serves: "
+            "somebody else has pushed. One server serves one trainer; start another server."
         )
 
     async def _sample(

@@ -1,4 +1,5 @@
-"""`ServedWeights`: the full weights that a server serves: of one version all, or nothing. Runs next to vLLM's async engine."""
+"""`ServedWeights`: the full weights that a server serves: of one version all, or nothing. Runs next to vLLM's async
+engine."""
 
 from __future__ import annotations
 
@@ -117,7 +118,8 @@ class ServedWeights:
             It was not there already.
 
         Raises:
-            SyncError: not all weights came, or requests do not end: what served goes on serving. vLLM broke off: nothing is served.
+            SyncError: not all weights came, or requests do not end: what served goes on serving. vLLM broke off:
+                nothing is served.
         """
         if push and push == self.push:
             return False
@@ -243,7 +245,8 @@ class ServedWeights:
                     raise
                 reasons = error.reasons if isinstance(error, QloraRLError) else ()
                 raise SyncError(
-                    f"loading weights version={version} into vLLM: {error}. Nothing is served until a push arrives whole. Push again.",
+                    f"loading weights version={version} into vLLM: {error}. Nothing is served until a push arrives "
+                    "whole. Push again.",
                     reasons=reasons,
                 ) from error
             self.lost = self._withdrawn
@@ -292,8 +295,8 @@ class _Doors:
                 await asyncio.wait_for(self._empty.wait(), DRAIN_S)
             except TimeoutError as error:
                 raise SyncError(
-                    f"{doing}: {self._count} requests are still running after {DRAIN_S:.0f} s. Version {version} goes on serving. "
-                    "End them, and push again."
+                    f"{doing}: {self._count} requests are still running after {DRAIN_S:.0f} s. Version {version} goes "
+                    "on serving. End them, and push again."
                 ) from error
             yield
         finally:
@@ -301,7 +304,8 @@ class _Doors:
 
 
 class Shutter:
-    """In front of vLLM's own routes, behind the gate: no request runs while weights are written, none where they are not whole.
+    """In front of vLLM's own routes, behind the gate: no request runs while weights are written, none where they are
+    not whole.
 
     Args:
         app: what is guarded.

@@ -68,8 +68,9 @@ class TrainerLock:
         silent = 0.0 if self._open[self._holder] else time.monotonic() - self._heard
         if self._holder and self._holder != session and silent < self.idle_s:
             raise ServerTakenError(
-                f"taking the server: another trainer holds it and was heard {silent:.0f} s ago. Start a server of your own, stop "
-                f"that trainer, wait until it has been silent for {self.idle_s:.0f} s, or take it with ServerEngine.claim(force=True)."
+                f"taking the server: another trainer holds it and was heard {silent:.0f} s ago. Start a server of your "
+                f"own, stop that trainer, wait until it has been silent for {self.idle_s:.0f} s, or take it with "
+                "ServerEngine.claim(force=True)."
             )
 
     def release(self, session: str) -> None:

@@ -50,7 +50,8 @@ class WeightsApi:
         ]
 
     async def begin(self, request: Request) -> dict[str, Any]:
-        """Open a push of full weights; `version` in the query. Gives its name, and a directory for a client on this host.
+        """Open a push of full weights; `version` in the query. Gives its name, and a directory for a client on this
+        host.
 
         A body, in JSON, says by which other way they come: `WeightChannel.describe`.
         """
@@ -65,8 +66,8 @@ class WeightsApi:
         return {}
 
     async def take(self, request: Request) -> dict[str, Any]:
-        """A part is complete; `push`, `part` and its `digest` (sha256) are in the query. One that comes by another way has a body instead:
-        its ticket, size, checksum, and the places of its weights."""
+        """A part is complete; `push`, `part` and its `digest` (sha256) are in the query. One that comes by another way
+        has a body instead: its ticket, size, checksum, and the places of its weights."""
         session, push, index = (
             self._session(request),
             request.query_params.get("push", ""),

@@ -1,7 +1,9 @@
-"""vLLM's worker on the CPU for models in which the tokens of an image attend to each other in both directions. Named to vLLM as `worker_cls`.
+"""vLLM's worker on the CPU for models in which the tokens of an image attend to each other in both directions. Named to
+vLLM as `worker_cls`.
 
-vLLM's runner says where the images of a batch stand; its CPU backend (0.31) leaves that out, and attends causally. Here the rows of images are computed once
-more, each image as a sequence that ends with it and is not causal: whatever stands before an image, its tokens see in either case.
+vLLM's runner says where the images of a batch stand; its CPU backend (0.31) leaves that out, and attends causally. Here
+the rows of images are computed once more, each image as a sequence that ends with it and is not causal: whatever stands
+before an image, its tokens see in either case.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ class BothWaysBuilder(CPUAttentionMetadataBuilder):
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> CPUAttentionMetadata:
-        """vLLM's metadata with `rows` (places in the batch, one for each token of an image) and `images` (its metadata, a sequence for each image)."""
+        """vLLM's metadata with `rows` (places in the batch, one for each token of an image) and `images` (its metadata,
+        a sequence for each image)."""
         made = super().build(common_prefix_len, common_attn_metadata, fast_build)
         made.rows = None
         spans = common_attn_metadata.mm_req_doc_ranges or {}

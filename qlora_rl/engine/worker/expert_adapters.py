@@ -1,7 +1,9 @@
-"""Adapters on a mixture's 4-bit experts in vLLM, which has kernels for 16-bit experts alone: slots as of any linear, multiplied here.
+"""Adapters on a mixture's 4-bit experts in vLLM, which has kernels for 16-bit experts alone: slots as of any linear,
+multiplied here.
 
-To vLLM's manager each matrix of each expert is one more layer that takes LoRA: it is loaded, lent, read back and taken away like the others.
-Memory for them is taken with the first adapter that reaches them. Private names of vLLM's manager, as in `compat`. Runs inside vLLM's worker.
+To vLLM's manager each matrix of each expert is one more layer that takes LoRA: it is loaded, lent, read back and taken
+away like the others. Memory for them is taken with the first adapter that reaches them. Private names of vLLM's
+manager, as in `compat`. Runs inside vLLM's worker.
 
 Shape letters: S slots, E experts, R rank of the slots, I and O in- and out-features of a matrix, T tokens.
 """
@@ -111,7 +113,8 @@ class AdaptedTokens:
         self._wrapper = wrapper
 
     def groups(self, count: int) -> list[tuple[int, torch.Tensor | None]]:
-        """Each slot that occurs, -1 for none, with the numbers of its tokens; `None` for all of the T that are computed.
+        """Each slot that occurs, -1 for none, with the numbers of its tokens; `None` for all of the T that are
+        computed.
 
         Raises:
             EngineUnsupportedError: vLLM computes other tokens than it has told.
@@ -119,8 +122,8 @@ class AdaptedTokens:
         slots_T = self._wrapper.token_lora_indices
         if len(slots_T) != count:
             raise EngineUnsupportedError(
-                f"multiplying adapters on experts: vLLM computes tokens={count}, and has named the adapters of tokens={len(slots_T)}. Adapt the "
-                "attention alone, and report this with what `qlora-rl doctor` prints."
+                f"multiplying adapters on experts: vLLM computes tokens={count}, and has named the adapters of "
+                f"tokens={len(slots_T)}. Adapt the attention alone, and report this with what `qlora-rl doctor` prints."
             )
         found = torch.unique(slots_T).tolist()
         return [(slot, None if len(found) == 1 else (slots_T == slot).nonzero().flatten()) for slot in found]

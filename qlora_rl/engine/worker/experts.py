@@ -1,4 +1,5 @@
-"""Mixtures of experts in vLLM: loaded next to 4-bit linears, on the CPU's own kernel although LoRA is on; their experts read back.
+"""Mixtures of experts in vLLM: loaded next to 4-bit linears, on the CPU's own kernel although LoRA is on; their experts
+read back.
 
 Names that are private to vLLM and its bitsandbytes plugin, as in `compat`. Runs inside vLLM's worker.
 
@@ -22,14 +23,17 @@ _GATE_UP, _DOWN = "w13_weight", "w2_weight"
 
 @contextlib.contextmanager
 def experts_of(directory: str) -> Iterator[None]:
-    """While it lasts vLLM makes mixtures as the base in `directory` has them, with experts in 16 or in 4 bits that no adapter changes.
+    """While it lasts vLLM makes mixtures as the base in `directory` has them, with experts in 16 or in 4 bits that no
+    adapter changes.
 
-    - With LoRA on, 0.31 takes a Triton kernel for experts even where `lora_target_modules` leaves them out, and ends on the CPU. Remove when
-      its choice knows the target modules.
-    - The plugin (0.0.3) takes the experts of every 4-bit checkpoint for 4-bit, and cannot load these. Remove when it reads their names in
-      `llm_int8_skip_modules`.
-    - It looks through all names for each 4-bit weight, which takes minutes with those of experts; `CodedExperts` reads these itself.
-    - It also checks which parameters were loaded, and `MoERunner.load_weights` leaves a part of the experts' names out. Remove when it does not.
+    - With LoRA on, 0.31 takes a Triton kernel for experts even where `lora_target_modules` leaves them out, and ends on
+      the CPU. Remove when its choice knows the target modules.
+    - The plugin (0.0.3) takes the experts of every 4-bit checkpoint for 4-bit, and cannot load these. Remove when it
+      reads their names in `llm_int8_skip_modules`.
+    - It looks through all names for each 4-bit weight, which takes minutes with those of experts; `CodedExperts` reads
+      these itself.
+    - It also checks which parameters were loaded, and `MoERunner.load_weights` leaves a part of the experts' names out.
+      Remove when it does not.
     """
     from vllm.model_executor.layers.fused_moe import RoutedExperts
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as unquantized
@@ -101,7 +105,8 @@ def expert_names(name: str, owner: Any) -> list[str]:
 
 
 def expert_matrices(name: str, weight: torch.Tensor, owner: Any) -> Iterator[torch.Tensor]:
-    """The matrices in such a parameter, in the order of `expert_names`, without the zeros that its kernel pads them with.
+    """The matrices in such a parameter, in the order of `expert_names`, without the zeros that its kernel pads them
+    with.
 
     Args:
         name: of the parameter.
@@ -156,6 +161,7 @@ def _packed_order(shape: torch.Size, dtype: torch.dtype, isa: str) -> torch.Tens
         order |= (packed.flatten().view(kind).int() & mask) << low
     if not bool(torch.zeros(count, dtype=torch.bool).index_fill_(0, order.long(), True).all()):
         raise EngineUnsupportedError(
-            f"reading the experts: vLLM's packing for {isa} does more than move elements of {dtype}, so that what it holds cannot be compared."
+            f"reading the experts: vLLM's packing for {isa} does more than move elements of {dtype}, so that what it "
+            "holds cannot be compared."
         )
     return order

@@ -1,5 +1,5 @@
-"""A mixture's experts in 4 bits in vLLM, which has no kernel for them: `native`'s multiplies all that are chosen at once; without it they are decoded
-and multiplied one after another.
+"""A mixture's experts in 4 bits in vLLM, which has no kernel for them: `native`'s multiplies all that are chosen at
+once; without it they are decoded and multiplied one after another.
 
 Imports vLLM; named by `experts` when a base has such experts. Runs inside vLLM's worker.
 
@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 
 
 class CodedExperts(FusedMoEMethodBase):
-    """The method of a layer of experts whose matrices are 4-bit. Its weights are read from the base directory, not by vLLM's loader.
+    """The method of a layer of experts whose matrices are 4-bit. Its weights are read from the base directory, not by
+    vLLM's loader.
 
     Args:
         config: vLLM's, of the layer.
@@ -52,13 +53,13 @@ class CodedExperts(FusedMoEMethodBase):
         """None that vLLM would load."""
         if layer.apply_router_weight_on_input or layer.expert_map is not None:
             raise EngineUnsupportedError(
-                f"loading {self._layer}: 4-bit experts are multiplied by one process, with weights on what comes out. Start vLLM without "
-                "expert parallelism, or prepare the base with its experts in 16 bits."
+                f"loading {self._layer}: 4-bit experts are multiplied by one process, with weights on what comes out. "
+                "Start vLLM without expert parallelism, or prepare the base with its experts in 16 bits."
             )
         if layer.activation.value not in _ACTIVATIONS:
             raise EngineUnsupportedError(
-                f"loading {self._layer}: experts in 4 bits with the activation {layer.activation.value}, which is none of "
-                f"{', '.join(_ACTIVATIONS)}. Prepare the base with its experts in 16 bits."
+                f"loading {self._layer}: experts in 4 bits with the activation {layer.activation.value}, which is none "
+                f"of {', '.join(_ACTIVATIONS)}. Prepare the base with its experts in 16 bits."
             )
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
@@ -200,7 +201,8 @@ class Weights:
 
 
 class TogetherExperts:
-    """All chosen experts of a layer in two calls of the kernel; what `mix` gives, bit for bit where that multiplies with the same kernel.
+    """All chosen experts of a layer in two calls of the kernel; what `mix` gives, bit for bit where that multiplies
+    with the same kernel.
 
     Args:
         kernel: of `native`.

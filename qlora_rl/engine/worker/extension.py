@@ -1,7 +1,8 @@
-"""What runs inside vLLM: a worker extension that says what base the engine really multiplies with, and repairs its scales.
+"""What runs inside vLLM: a worker extension that says what base the engine really multiplies with, and repairs its
+scales.
 
-Loaded by vLLM through `worker_extension_cls`, called through `collective_rpc`; its methods become the worker's own, so they
-carry a prefix. Results are plain values that are also sent between processes.
+Loaded by vLLM through `worker_extension_cls`, called through `collective_rpc`; its methods become the worker's own, so
+they carry a prefix. Results are plain values that are also sent between processes.
 """
 
 from __future__ import annotations
@@ -70,10 +71,11 @@ class BaseExtension:
     _qlora_copies_checked = 0
 
     def qlora_describe_base(self) -> dict[str, Any]:
-        """The *function* of the base as this worker holds it (`BaseFingerprint.as_dict`); of one among several ranks its parts.
+        """The *function* of the base as this worker holds it (`BaseFingerprint.as_dict`); of one among several ranks
+        its parts.
 
-        `parallel.described` reads the answers of all of them. Of each dequantised copy that is multiplied in the place of its codes, some
-        columns are read back.
+        `parallel.described` reads the answers of all of them. Of each dequantised copy that is multiplied in the place
+        of its codes, some columns are read back.
 
         Raises:
             BaseMismatchError: a copy holds other values than its codes.
@@ -126,7 +128,8 @@ class BaseExtension:
         return done.as_dict()
 
     def _qlora_check_copies(self, count: int | None = None) -> None:
-        """Compare some columns of the next `count` dequantised copies (by default of all) with what their codes and scales say."""
+        """Compare some columns of the next `count` dequantised copies (by default of all) with what their codes and
+        scales say."""
         named = self.model_runner.get_model().named_modules()
         products = [(name, getattr(getattr(layer, "quant_method", None), "apply", None)) for name, layer in named]
         copies = [(name, each) for name, each in products if isinstance(each, DecodedLinear) and each.is_baked]
@@ -137,14 +140,16 @@ class BaseExtension:
             column = product.wrong_column(turn * CHECKED_COLUMNS)
             if column is not None:
                 raise BaseMismatchError(
-                    f"checking the base: {name} multiplies with a dequantised copy whose values are not those of its 4-bit codes (column "
-                    f"{column}). Something has written to one of them. Start the engine again; base_compute='nf4' makes no copies.",
+                    f"checking the base: {name} multiplies with a dequantised copy whose values are not those of its "
+                    f"4-bit codes (column {column}). Something has written to one of them. Start the engine again; "
+                    "base_compute='nf4' makes no copies.",
                     module=name,
                 )
             self._qlora_copies_checked += 1
 
     def qlora_lend_base(self) -> Lending:
-        """The base as vLLM's own tensors, fused ones as views of their shards; nothing is copied. A rank among several lends none."""
+        """The base as vLLM's own tensors, fused ones as views of their shards; nothing is copied. A rank among several
+        lends none."""
         if self.parallel_config.tensor_parallel_size > 1:
             return Lending(os.getpid(), {}, {})
         model = self.model_runner.get_model()
@@ -253,16 +258,18 @@ class BaseExtension:
         return self.qlora_load_dense(StoredTensors(self.model_runner.model_config.model).items())
 
     def qlora_clear_cache(self) -> None:
-        """Write zeros over the KV cache. vLLM's attention on the CPU reads blocks to their end, and NaN times 0 is NaN."""
+        """Write zeros over the KV cache. vLLM's attention on the CPU reads blocks to their end, and NaN times 0 is
+        NaN."""
         for tensor in torch.utils._pytree.tree_leaves(self.model_runner.kv_caches):
             tensor.zero_()
 
     def qlora_held_adapter(self, adapter_id: int, rank: int) -> dict[str, Any]:
         """Digests of the A [rank, I] and B [O, rank] that the slot of an adapter holds now, by canonical name.
 
-        Read from what the layers multiply with, not from the file: from the buffers, or through the products where those are ours
-        (`linear.AdapterProducts`). Parts that are all zero are left out. One among several ranks gives its
-        pieces of them; `parallel.held_digests` reads the answers of all. With each call one of the base's dequantised copies is checked too.
+        Read from what the layers multiply with, not from the file: from the buffers, or through the products where
+        those are ours (`linear.AdapterProducts`). Parts that are all zero are left out. One among several ranks gives
+        its pieces of them; `parallel.held_digests` reads the answers of all. With each call one of the base's
+        dequantised copies is checked too.
 
         Raises:
             BaseMismatchError: that copy holds other values than its codes.
@@ -301,7 +308,8 @@ class BaseExtension:
         return found
 
     def qlora_lend_adapter(self, adapter_id: int, rank: int) -> dict[str, torch.Tensor]:
-        """The buffers A [rank, I] and B [O, rank] of an adapter's slot, by canonical name; views, of all layers there are."""
+        """The buffers A [rank, I] and B [O, rank] of an adapter's slot, by canonical name; views, of all layers there
+        are."""
         manager = self.model_runner.lora_manager._adapter_manager
         places: dict[str, torch.Tensor] = {}
         if adapter_id not in manager.lora_index_to_id:
@@ -341,7 +349,8 @@ class BaseExtension:
         return adapted_layers(self.model_runner.get_model(), modules)
 
     def qlora_multiply_in_float32(self, dtypes: Sequence[str]) -> bool:
-        """In a process of its own: products of `dtypes` (torch's names) are made as this processor makes them fast, for its life.
+        """In a process of its own: products of `dtypes` (torch's names) are made as this processor makes them fast, for
+        its life.
 
         Returns:
             Whether they are made in float32.
@@ -351,8 +360,9 @@ class BaseExtension:
     def qlora_begin_as_rank(self) -> None:
         """What a rank among several does first.
 
-        Ctrl-C is left to the process that drives the ranks: vLLM's own end at it, in the middle of a step. And its CPU backend leaves the
-        shared memory through which they add up behind, 4 MiB a rank: all have opened it by now, and it needs no name any more.
+        Ctrl-C is left to the process that drives the ranks: vLLM's own end at it, in the middle of a step. And its CPU
+        backend leaves the shared memory through which they add up behind, 4 MiB a rank: all have opened it by now, and
+        it needs no name any more.
         """
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if (run := os.environ.get("VLLM_DIST_IDENT", "")).startswith("vllm_dist_"):
@@ -360,7 +370,8 @@ class BaseExtension:
                 file.unlink(missing_ok=True)
 
     def qlora_end_with_server(self, server: int) -> None:
-        """Have this process, and vLLM's engine process above it, end when the server's process has ended, however it did.
+        """Have this process, and vLLM's engine process above it, end when the server's process has ended, however it
+        did.
 
         A server that is killed tells nobody: vLLM's processes would stay, with the base in memory.
         """

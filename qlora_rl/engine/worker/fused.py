@@ -1,4 +1,5 @@
-"""vLLM's worker for models that have a fused linear in their checkpoints, where vLLM names its parts. Named to vLLM as `worker_cls`."""
+"""vLLM's worker for models that have a fused linear in their checkpoints, where vLLM names its parts. Named to vLLM as
+`worker_cls`."""
 
 from __future__ import annotations
 

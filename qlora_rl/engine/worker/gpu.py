@@ -1,7 +1,7 @@
 """vLLM's worker for a GPU, with its 4-bit linears changed between loading and compiling.
 
-Later would be too late: what vLLM has compiled and captured holds the linears as they were. Named to vLLM as `worker_cls`, and only
-when an engine with `base_compute="auto"` starts on a GPU.
+Later would be too late: what vLLM has compiled and captured holds the linears as they were. Named to vLLM as
+`worker_cls`, and only when an engine with `base_compute="auto"` starts on a GPU.
 """
 
 from __future__ import annotations
@@ -47,6 +47,6 @@ class Measuring:
 class Worker(Measuring, VllmWorker, BaseExtension):
     """What vLLM is told to start.
 
-    It names the extension itself: vLLM does not mix it into a class that has inherited it, which this one has as soon as another
-    engine of this process has started vLLM's own worker.
+    It names the extension itself: vLLM does not mix it into a class that has inherited it, which this one has as soon
+    as another engine of this process has started vLLM's own worker.
     """

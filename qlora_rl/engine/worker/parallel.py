@@ -1,10 +1,11 @@
 """What the ranks of a tensor-parallel vLLM hold, and what that is together.
 
-A rank holds some rows of a column-parallel linear, some columns of a row-parallel one, some rows of the vocabulary, and all of the
-rest; of an adapter it holds the rows of B, or the columns of A, that belong to its part of the weight. Heads that are fewer than the
-ranks are replicated.
+A rank holds some rows of a column-parallel linear, some columns of a row-parallel one, some rows of the vocabulary, and
+all of the rest; of an adapter it holds the rows of B, or the columns of A, that belong to its part of the weight. Heads
+that are fewer than the ranks are replicated.
 
-`places_of`, `held_shards` and `held_pieces` run inside vLLM's worker; `described` and `held_digests` where the engine is driven.
+`places_of`, `held_shards` and `held_pieces` run inside vLLM's worker; `described` and `held_digests` where the engine
+is driven.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from qlora_rl.engine.worker.weight_names import parts, shard_names, unquantised_
 
 # For people, when they do not start.
 IN_PROCESSES = (
-    " Its ranks are processes of their own, whose output stands above. They import the script that starts them: what it does must stand under "
+    " Its ranks are processes of their own, whose output stands above. They import the script that starts them: what "
+    "it does must stand under "
     '`if __name__ == "__main__":`.'
 )
 
@@ -46,7 +48,8 @@ class Place:
 
 
 def places_of(owner: Any, count: int) -> list[list[Place]] | None:
-    """Where the pieces of a rank's weight are, for each of the weights that transformers knows in it; `None`: it holds all of them.
+    """Where the pieces of a rank's weight are, for each of the weights that transformers knows in it; `None`: it holds
+    all of them.
 
     Args:
         owner: vLLM's layer.
@@ -106,7 +109,8 @@ def described(answers: Sequence[Mapping[str, Any]], directory: str | os.PathLike
 def held_pieces(
     places: Mapping[str, torch.Tensor], owners: Mapping[str, tuple[Any, int, int]], rank: int
 ) -> dict[str, list[dict[str, Any]]]:
-    """The pieces of an adapter's A and B that this rank holds, with their bytes; of what every rank holds only rank 0 sends these.
+    """The pieces of an adapter's A and B that this rank holds, with their bytes; of what every rank holds only rank 0
+    sends these.
 
     Args:
         places: the buffers A [R, I] and B [O, R] of a slot, by canonical name.
@@ -127,7 +131,8 @@ def held_pieces(
 
 
 def held_digests(answers: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Digests of the A and B that an engine holds, from what `qlora_held_adapter` says on each of its ranks; zero parts left out."""
+    """Digests of the A and B that an engine holds, from what `qlora_held_adapter` says on each of its ranks; zero parts
+    left out."""
     if len(answers) == 1:
         return dict(answers[0])
     return {name: digest for name in answers[0] if (digest := _joined([answer.get(name, ()) for answer in answers]))}
@@ -173,7 +178,8 @@ def adapter_sizes(answers: Sequence[Mapping[str, list[int]]], base: BaseFingerpr
 
 
 def adapted_layers(model: torch.nn.Module, modules: Mapping[str, Any]) -> Iterator[tuple[str, Any, int, int]]:
-    """Each linear that can be adapted: transformers' name, vLLM's layer, how many are fused in it, and the number of this one."""
+    """Each linear that can be adapted: transformers' name, vLLM's layer, how many are fused in it, and the number of
+    this one."""
     for path, layer in modules.items():
         if not isinstance(layer.lora_a_stacked, tuple):
             continue  # an embedding or a head, which we never fill

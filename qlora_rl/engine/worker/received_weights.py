@@ -42,8 +42,8 @@ class ReceivedWeights:
         buffer = self._receiver.receive(part["ticket"], int(part["nbytes"]))
         if (found := checksum(buffer)) != int(part["checksum"]):
             raise SyncError(
-                f"taking weights: part={len(self._buffers)}, {buffer.numel()} bytes, has checksum={found:016x} != checksum="
-                f"{int(part['checksum']):016x} of what was sent. It was damaged on the way. Push again."
+                f"taking weights: part={len(self._buffers)}, {buffer.numel()} bytes, has checksum={found:016x} != "
+                f"checksum={int(part['checksum']):016x} of what was sent. It was damaged on the way. Push again."
             )
         weights = unpack(buffer, [(name, kind, list(shape)) for name, kind, shape in part["places"]])
         for name, weight in weights:
@@ -71,8 +71,8 @@ class ReceivedWeights:
             raise SyncError(f"taking weights: the engine has no weight {name}: another model? Push to its own server.")
         if (kind, list(weight.shape)) != (wanted[0], list(wanted[1])):
             raise SyncError(
-                f"taking weights: {name} has shape={list(weight.shape)}, dtype={kind}; the engine's is {list(wanted[1])}, {wanted[0]}: another "
-                "model? Push to its own server."
+                f"taking weights: {name} has shape={list(weight.shape)}, dtype={kind}; the engine's is "
+                f"{list(wanted[1])}, {wanted[0]}: another model? Push to its own server."
             )
         if name in self._names:
             raise SyncError(f"taking weights: {name} came twice. Push again.")

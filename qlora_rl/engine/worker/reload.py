@@ -1,4 +1,5 @@
-"""Dense weights over a loaded vLLM model, layer by layer. Names that are private to vLLM, as in `compat`; nothing else uses them."""
+"""Dense weights over a loaded vLLM model, layer by layer. Names that are private to vLLM, as in `compat`; nothing else
+uses them."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ from qlora_rl.errors import EngineUnsupportedError
 def reload_dense(runner: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
     """Write dense weights over a loaded model; names of vLLM's parameters that were written.
 
-    The layerwise reload of vLLM's own `reload_weights`, which leaves the layers in pieces when a stream breaks in the middle:
-    here they get their own tensors back (of which some are new by then), so that the next attempt starts clean. It also holds
-    more than it needs, see `_Feed`. Remove when `reload_weights` does neither, and returns the names.
+    The layerwise reload of vLLM's own `reload_weights`, which leaves the layers in pieces when a stream breaks in the
+    middle: here they get their own tensors back (of which some are new by then), so that the next attempt starts clean.
+    It also holds more than it needs, see `_Feed`. Remove when `reload_weights` does neither, and returns the names.
 
     Raises:
         EngineUnsupportedError: this vLLM has none.
@@ -27,7 +28,8 @@ def reload_dense(runner: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> se
         from vllm.model_executor.model_loader.reload.meta import materialize_layer
     except ImportError as error:
         raise EngineUnsupportedError(
-            f"loading weights: vLLM {vllm_version()} has no layerwise reload ({error}). Upgrade: pip install 'vllm>=0.28,<0.32'"
+            f"loading weights: vLLM {vllm_version()} has no layerwise reload ({error}). Upgrade: pip install "
+            "'vllm>=0.28,<0.32'"
         ) from error
     model = runner.get_model()
     layers = [(layer, get_layerwise_info(layer)) for layer in model.modules()]
@@ -52,9 +54,9 @@ def reload_dense(runner: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> se
 class _Feed:
     """What vLLM's loader is fed with, so that one fused layer and one weight are held next to the model, and no more.
 
-    vLLM keeps the parts of a fused layer until all of them are there, and only then makes the layer: here each part is copied in
-    when it comes. And while the next weight is made, vLLM's own loops hold the one before, and the parameters of a layer that
-    has its own back: those are emptied.
+    vLLM keeps the parts of a fused layer until all of them are there, and only then makes the layer: here each part is
+    copied in when it comes. And while the next weight is made, vLLM's own loops hold the one before, and the parameters
+    of a layer that has its own back: those are emptied.
     """
 
     def __init__(self, weights: Iterable[tuple[str, torch.Tensor]], layers: list[tuple[Any, Any]], materialize: Any):

@@ -1,9 +1,9 @@
-"""Which experts vLLM chose for each token, and with which weights: noted step by step, through vLLM's own hook in its routers and around what
-computes the weights.
+"""Which experts vLLM chose for each token, and with which weights: noted step by step, through vLLM's own hook in its
+routers and around what computes the weights.
 
-vLLM 0.31 returns the choices itself (`enable_return_routed_experts`), but only with a model runner that needs Triton, so not on a CPU, and weights
-nowhere. Remove when it returns both on a CPU. Its private names, as in `compat`. Runs inside vLLM's worker, where no CUDA graph is: a graph would
-not run the hook again.
+vLLM 0.31 returns the choices itself (`enable_return_routed_experts`), but only with a model runner that needs Triton,
+so not on a CPU, and weights nowhere. Remove when it returns both on a CPU. Its private names, as in `compat`. Runs
+inside vLLM's worker, where no CUDA graph is: a graph would not run the hook again.
 
 Shape letters: L layers that are mixtures, K chosen experts of a token, T tokens of a step.
 """
@@ -84,7 +84,8 @@ class Choices:
     def take(self, names: list[str]) -> list[Any]:
         """For each request the choices [tokens, L, K], int16, and their weights in the dtype of the router's logits.
 
-        -1 and NaN for tokens that came out of the prefix cache. `None` where nothing is known: in place of the pair, or of the weights.
+        -1 and NaN for tokens that came out of the prefix cache. `None` where nothing is known: in place of the pair, or
+        of the weights.
         """
         return [_joined(self._held.pop(name, [])) for name in names]
 

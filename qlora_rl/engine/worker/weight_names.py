@@ -1,4 +1,5 @@
-"""vLLM's weights by the names that transformers gives them: fused ones split, what its CPU backend has packed away read back.
+"""vLLM's weights by the names that transformers gives them: fused ones split, what its CPU backend has packed away read
+back.
 
 Runs inside vLLM's worker.
 """
@@ -29,9 +30,9 @@ def quantised(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, Any]]
         offsets, shards = parameter.bnb_shard_offsets.tolist(), shard_names(model, name)
         if len(shards) != len(states):
             raise EngineUnsupportedError(
-                f"reading vLLM's base: the checkpoint has {len(states)} weight(s) for {name}, and vLLM takes it for {', '.join(shards)}. "
-                "LocalEngine and `qlora-rl serve` correct that for the models in which it is known: start the engine with them, or use a "
-                "model of another type.",
+                f"reading vLLM's base: the checkpoint has {len(states)} weight(s) for {name}, and vLLM takes it for "
+                f"{', '.join(shards)}. LocalEngine and `qlora-rl serve` correct that for the models in which it is "
+                "known: start the engine with them, or use a model of another type.",
                 module=name,
             )
         for i, shard in enumerate(shards):
@@ -85,7 +86,8 @@ def shard_names(model: torch.nn.Module, name: str) -> list[str]:
 
 
 def name_as_stored(config: Any) -> None:
-    """Before vLLM loads a model: have its class name a fused linear as checkpoints do (`ONE_GATE_UP`), and so take adapters for it.
+    """Before vLLM loads a model: have its class name a fused linear as checkpoints do (`ONE_GATE_UP`), and so take
+    adapters for it.
 
     Args:
         config: transformers', of the model.
@@ -97,7 +99,8 @@ def name_as_stored(config: Any) -> None:
 
 
 def _packed(model: torch.nn.Module) -> Mapping[str, Sequence[str]]:
-    """Fused linears and their parts; of a vision-language model that says nothing (Qwen2-VL) those of its language model."""
+    """Fused linears and their parts; of a vision-language model that says nothing (Qwen2-VL) those of its language
+    model."""
     found = getattr(model, "packed_modules_mapping", {})
     if not found and getattr(model, "supports_multimodal", False):
         found = getattr(model.get_language_model(), "packed_modules_mapping", {})
@@ -105,7 +108,8 @@ def _packed(model: torch.nn.Module) -> Mapping[str, Sequence[str]]:
 
 
 def _transformers_name(model: torch.nn.Module, name: str) -> str:
-    """vLLM calls the parts of vision-language models otherwise, and maps the beginnings of names when it loads them: the inverse."""
+    """vLLM calls the parts of vision-language models otherwise, and maps the beginnings of names when it loads them:
+    the inverse."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is None or not getattr(model, "supports_multimodal", False):
         return name
@@ -118,8 +122,8 @@ def _transformers_name(model: torch.nn.Module, name: str) -> str:
 def _as_loaded(weight: torch.Tensor, owner: torch.nn.Module, dtype: torch.dtype) -> torch.Tensor:
     """Undo what vLLM's CPU backend does to unquantised linears after loading.
 
-    It packs the weight away and leaves an empty parameter: the weight is read back through the layer, as its product with
-    the identity, which is exact. It may lift a bias to float32: taken back where that loses nothing.
+    It packs the weight away and leaves an empty parameter: the weight is read back through the layer, as its product
+    with the identity, which is exact. It may lift a bias to float32: taken back where that loses nothing.
     """
     if weight.numel() == 0 and hasattr(owner, "cpu_linear"):
         size, device = getattr(owner, "input_size_per_partition", owner.input_size), weight.device

@@ -1,4 +1,5 @@
-"""Judges one program, in processes of its own; `program_match` starts it with `python -I -S`, and says over stdin what is asked.
+"""Judges one program, in processes of its own; `program_match` starts it with `python -I -S`, and says over stdin what
+is asked.
 
 ::
 
@@ -11,7 +12,7 @@
     names        what names of the tests mean
     supervisor   starts the processes; `confine` and `calls` take from them what they do not need
 
-The program and the judge are forked from the supervisor before it has read the tests: what they expect is in the judge's memory alone.
-Where the tests are inputs and outputs there is no judge: the supervisor compares what the program has written.
-Nothing here imports anything but the standard library and this package, whose name is `judging` there.
+The program and the judge are forked from the supervisor before it has read the tests: what they expect is in the
+judge's memory alone. Where the tests are inputs and outputs there is no judge: the supervisor compares what the program
+has written. Nothing here imports anything but the standard library and this package, whose name is `judging` there.
 """

@@ -1,6 +1,8 @@
-"""The system calls that a program may make: a seccomp filter, which cannot be removed. Everything else fails with EPERM.
+"""The system calls that a program may make: a seccomp filter, which cannot be removed. Everything else fails with
+EPERM.
 
-Numbers are those of Linux' headers, `asm/unistd_64.h` and `asm-generic/unistd.h`. The form of a filter: `linux/filter.h`, `linux/seccomp.h`.
+Numbers are those of Linux' headers, `asm/unistd_64.h` and `asm-generic/unistd.h`. The form of a filter:
+`linux/filter.h`, `linux/seccomp.h`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What the kernel takes from a process, without root: files and other processes out of sight, memory, time, privileges, system calls."""
+"""What the kernel takes from a process, without root: files and other processes out of sight, memory, time, privileges,
+system calls."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ def enter_namespace(root: str) -> None:
 
 
 def _packages() -> list[str]:
-    """Directories of packages among what is readable: where there is no virtual environment, packages are installed in the library's own directory."""
+    """Directories of packages among what is readable: where there is no virtual environment, packages are installed in
+    the library's own directory."""
     library = os.path.dirname(os.__file__)
     some = [
         os.path.join(place, f"{name}-packages") for place in (library, "/usr/lib/python3") for name in ("site", "dist")

@@ -1,4 +1,5 @@
-"""The supervisor's process: starts the program and what judges it, apart from each other, and ends both before it says what came of it."""
+"""The supervisor's process: starts the program and what judges it, apart from each other, and ends both before it says
+what came of it."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""`MismatchAlarm`: every step's distance of trainer and engine against what is normal for this pair; what is not is examined.
+"""`MismatchAlarm`: every step's distance of trainer and engine against what is normal for this pair; what is not is
+examined.
 
-The threshold is calibrated on the first batch: rollouts of this task, at this temperature, on these two engines. A step above it
-is examined (`sync/mismatch_debugger.py`). If nothing is wrong, that was noise, and the threshold is raised above it:
-the alarm learns what is normal and does not ask twice. If bytes show that something is wrong, the run stops in that
-very step; if only the tokens do, in the second step in a row that shows the same. A distance that nothing explains
-stops it only if it is large, and there in two steps in a row as well.
+The threshold is calibrated on the first batch: rollouts of this task, at this temperature, on these two engines. A step
+above it is examined (`sync/mismatch_debugger.py`). If nothing is wrong, that was noise, and the threshold is raised
+above it: the alarm learns what is normal and does not ask twice. If bytes show that something is wrong, the run stops
+in that very step; if only the tokens do, in the second step in a row that shows the same. A distance that nothing
+explains stops it only if it is large, and there in two steps in a row as well.
 """
 
 from __future__ import annotations
@@ -29,13 +30,15 @@ from qlora_rl.train.setup.settings import autocast_dtype
 logger = logging.getLogger(__name__)
 
 ON_MISMATCH = ("stop", "warn")
-# Scaled differences (fidelity.scaled_differences) in the dtype in which the engine multiplies. `usual`: a first batch below it
-# needs no examination, and what is below it is rounding where nothing is shown to be wrong. `least`: no threshold goes below it. `most`: no noise goes above it.
+# Scaled differences (fidelity.scaled_differences) in the dtype in which the engine multiplies. `usual`: a first batch
+# below it needs no examination, and what is below it is rounding where nothing is shown to be wrong. `least`: no
+# threshold goes below it. `most`: no noise goes above it.
 _BOUNDS = {
     "float32": {"least": 1e-6, "usual": 1e-4, "most": 0.01},
     "16 bit": {"least": 1e-3, "usual": 0.01, "most": 0.1},
 }
-# Nor does any threshold, whatever is known to differ: the measure is at most 0.5, and an engine that has nothing to do with the policy must stand out.
+# Nor does any threshold, whatever is known to differ: the measure is at most 0.5, and an engine that has nothing to do
+# with the policy must stand out.
 _AUDIBLE = 0.25
 # The first batch, times this, is the threshold; noise that was examined, times the other.
 _FACTOR, _RAISED = 3.0, 2.0
@@ -55,12 +58,14 @@ class MismatchAlarm:
         rescore: has both sides score completions again (`MismatchDebugger.rescore`); for `observe_again`.
         on_mismatch: "stop" raises `PolicyMismatchError`; "warn" logs it and goes on.
         dtype: in which the engine multiplies adapters.
-        expected: why the sides are known to differ, such as "top_p=0.9": then only what is shown to be wrong stops a run.
+        expected: why the sides are known to differ, such as "top_p=0.9": then only what is shown to be wrong stops a
+            run.
         rounding: of this model, where it was measured (`FunctionCheck.rounding`): a first batch may be as far apart.
 
     Attributes:
         threshold: of the next step; `None` before the first batch.
-        diagnoses: of what was examined, by its number among all that was looked at: batches, and with `observe_again` pushes.
+        diagnoses: of what was examined, by its number among all that was looked at: batches, and with `observe_again`
+            pushes.
     """
 
     def __init__(
@@ -162,9 +167,9 @@ class MismatchAlarm:
             return None
         found = Diagnosis(
             "nan",
-            "its logits are NaN, or the engine reports no logprobs. The adapter's products may overflow (lower the learning rate, clip "
-            "gradients), or those of the engine's base do (compute_dtype float16). An engine that never reports any says so by "
-            "gives_logprobs=False in its capabilities()",
+            "its logits are NaN, or the engine reports no logprobs. The adapter's products may overflow (lower the "
+            "learning rate, clip gradients), or those of the engine's base do (compute_dtype float16). An engine that "
+            "never reports any says so by gives_logprobs=False in its capabilities()",
         )
         self.diagnoses[self._looks] = found
         said = f"{place}: {said}: {found.sentence}"
@@ -217,8 +222,8 @@ class MismatchAlarm:
             logger.warning("%s (on_mismatch='warn': going on)", said)
             return
         error = PolicyMismatchError(
-            f"watching the rollouts: {said}. The policy would learn from what another one has sampled. The run directory holds the last "
-            "adapter; fix the cause, or pass on_mismatch='warn' to go on.",
+            f"watching the rollouts: {said}. The policy would learn from what another one has sampled. The run "
+            "directory holds the last adapter; fix the cause, or pass on_mismatch='warn' to go on.",
             reasons=[found.sentence],
             module=found.module,
         )
@@ -259,7 +264,8 @@ def sampled_from(
     """Some completions of TRL's batch, evenly spread, as far as their first 64 tokens.
 
     Args:
-        output: of TRL's `_generate_and_score_completions`; with "parts", the micro-batches that its rows are of, in their order.
+        output: of TRL's `_generate_and_score_completions`; with "parts", the micro-batches that its rows are of, in
+            their order.
         mask_BT: nonzero where the policy sampled.
         temperature: by which the trainer divides its logits.
         filters: see `filters_of`.
@@ -284,7 +290,8 @@ def sampled_from(
 
 
 def _images_of(output: Mapping[str, Any], row: int) -> dict[str, torch.Tensor]:
-    """What the model is given for the images of one row: of the batch, or of the micro-batch that it is in; empty for a row of text."""
+    """What the model is given for the images of one row: of the batch, or of the micro-batch that it is in; empty for a
+    row of text."""
     for part in output.get("parts") or [output]:
         if row < len(part["prompt_ids"]):
             break
@@ -348,8 +355,8 @@ def alarm_for(link: Link, model: Any, args: Any, on_mismatch: str, *, rollout_fu
     """
     if not link.bridge.knows_logprobs(rollout_func):
         logger.warning(
-            "%s gives no logprobs of the tokens that it samples: the mismatch alarm is off, rollouts are trained on without importance "
-            "sampling correction (vllm_importance_sampling_correction), and %s",
+            "%s gives no logprobs of the tokens that it samples: the mismatch alarm is off, rollouts are trained on "
+            "without importance sampling correction (vllm_importance_sampling_correction), and %s",
             link.engine.capabilities().name,
             "the canary alone compares engine and policy"
             if link.strategy.canary

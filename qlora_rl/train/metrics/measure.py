@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 _KEPT = 8  # rollouts of a group that are written down
 _KEPT_STEPS = 12  # between the first and the newest, evenly spread over those that are planned
 
-# TRL's metrics that a step's record keeps under TRL's names: of what was generated, and of the loss, known when TRL logs.
+# TRL's metrics that a step's record keeps under TRL's names: of what was generated, and of the loss, known when TRL
+# logs.
 _OF_A_ROLLOUT = ("rewards/", "frac_reward_zero_std", "completions/", "tools/")
 _OF_A_LOSS = ("loss", "grad_norm", "learning_rate", "entropy", "kl", "clip_ratio/")
 

@@ -21,10 +21,11 @@ def guard(reward: Any, name: str | None = None, failures: list[RewardFunctionErr
     """Wrap a reward function so that an exception or a wrong result names it; reward models pass through.
 
     Args:
-        reward: as TRL takes it: a function, a partial, an object with `__call__`, each of them async or not, or a model.
+        reward: as TRL takes it: a function, a partial, an object with `__call__`, each of them async or not, or a
+            model.
         name: under which TRL logs it; by default the one that TRL would choose.
-        failures: where an error is kept, and every completion left unscored, instead of raising: of several ranks none may leave
-            TRL's next collective alone.
+        failures: where an error is kept, and every completion left unscored, instead of raising: of several ranks none
+            may leave TRL's next collective alone.
     """
     if isinstance(reward, torch.nn.Module):
         return reward
@@ -57,7 +58,8 @@ def guard(reward: Any, name: str | None = None, failures: list[RewardFunctionErr
 
 
 def agree_on(failures: list[RewardFunctionError] | None) -> None:
-    """After TRL's collective: what a reward function has raised on one rank is raised on all; called by all, also without a list."""
+    """After TRL's collective: what a reward function has raised on one rank is raised on all; called by all, also
+    without a list."""
     if failures is not None:
         failed = failures[0] if failures else None
         failures.clear()
@@ -65,7 +67,8 @@ def agree_on(failures: list[RewardFunctionError] | None) -> None:
 
 
 def as_list(rewards: Any) -> list[Any]:
-    """What TRL takes as `reward_funcs` (one, several, or nothing) as a new list: TRL writes into the one it is given."""
+    """What TRL takes as `reward_funcs` (one, several, or nothing) as a new list: TRL writes into the one it is
+    given."""
     if rewards is None:
         return []
     return list(rewards) if isinstance(rewards, list | tuple) else [rewards]
@@ -92,8 +95,9 @@ def _failed(name: str, error: Exception, kwargs: Mapping[str, Any]) -> RewardFun
     is_missing = isinstance(error, KeyError) or (isinstance(error, TypeError) and "argument" in str(error))
     return RewardFunctionError(
         f"scoring completions: the reward function {name!r} raised {type(error).__name__}: {error}. It gets prompts, "
-        "completions, completion_ids and the dataset's columns as keyword lists, and must return one number (or None) per "
-        f"completion, whatever the completion holds.{lost if is_missing else ''}{form if isinstance(first, list) else ''}"
+        "completions, completion_ids and the dataset's columns as keyword lists, and must return one number (or None) "
+        "per completion, whatever the completion "
+        f"holds.{lost if is_missing else ''}{form if isinstance(first, list) else ''}"
     )
 
 
@@ -103,13 +107,13 @@ def _checked(name: str, result: Any, kwargs: Mapping[str, Any]) -> list[float | 
         values = list(result)
     except TypeError:
         raise RewardFunctionError(
-            f"scoring completions: the reward function {name!r} returned {type(result).__name__} instead of a list with one "
-            "number per completion."
+            f"scoring completions: the reward function {name!r} returned {type(result).__name__} instead of a list "
+            "with one number per completion."
         ) from None
     if expected is not None and len(values) != expected:
         raise RewardFunctionError(
-            f"scoring completions: the reward function {name!r} returned {len(values)} values for {expected} completions. "
-            "Return exactly one per completion, in their order."
+            f"scoring completions: the reward function {name!r} returned {len(values)} values for {expected} "
+            "completions. Return exactly one per completion, in their order."
         )
     for i, value in enumerate(values):
         if value is None:
@@ -120,7 +124,7 @@ def _checked(name: str, result: Any, kwargs: Mapping[str, Any]) -> list[float | 
             is_number = False
         if not is_number:
             raise RewardFunctionError(
-                f"scoring completions: the reward function {name!r} returned {value!r} for completion {i}. Return a finite "
-                "number, or None to leave it out."
+                f"scoring completions: the reward function {name!r} returned {value!r} for completion {i}. Return a "
+                "finite number, or None to leave it out."
             )
     return [None if value is None else float(value) for value in values]

@@ -1,4 +1,5 @@
-"""`RoutedSteps`: a mixin that follows the experts of a mixture: how often trainer and engine choose the same, with which weights, and replay."""
+"""`RoutedSteps`: a mixin that follows the experts of a mixture: how often trainer and engine choose the same, with
+which weights, and replay."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class RoutedSteps:
     _is_ahead = False
 
     def follow_routing(self, *, replays: bool) -> None:
-        """Compare the experts that both sides choose, where the engine says which it chose; with `replays` take the engine's.
+        """Compare the experts that both sides choose, where the engine says which it chose; with `replays` take the
+        engine's.
 
         Raises:
             ConfigConflictError: the model is no mixture. NotYetSupportedError: the engine does not say what it chose.
@@ -66,7 +68,8 @@ class RoutedSteps:
         if self.routing_replay and not self._is_told and any(c is not None and w is None for c, w in routed):
             self._is_told = True
             logger.warning(
-                "routing_replay: %s gives the experts that it chose without their weights: those of the trainer's routers are used",
+                "routing_replay: %s gives the experts that it chose without their weights: those of the trainer's "
+                "routers are used",
                 self.bridge.engine.capabilities().name,
             )
         with self._routers.given(kept_BT, chosen, weights):
@@ -92,8 +95,8 @@ def _why_not(model: Any, bridge: EngineBridge, *, is_ahead: bool) -> str:
         return "in several processes the engine's choices are not shared out. Train in one process, or leave it out"
     if not bridge.engine.capabilities().gives_routing:
         return (
-            f"{bridge.engine.capabilities().name} does not say which experts it chose: a vLLM in the trainer's process on a CPU does. "
-            "Use rollout='colocate' there, or leave it out"
+            f"{bridge.engine.capabilities().name} does not say which experts it chose: a vLLM in the trainer's process "
+            "on a CPU does. Use rollout='colocate' there, or leave it out"
         )
     return ""
 

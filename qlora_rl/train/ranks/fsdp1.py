@@ -1,9 +1,11 @@
-"""FSDP1 under a trainer: what its config must say, what of a model it shards, and the mean of the gradients of the rest.
+"""FSDP1 under a trainer: what its config must say, what of a model it shards, and the mean of the gradients of the
+rest.
 
-FSDP1 makes one flat tensor, of one dtype, of the weights of a layer. Of a model with an adapter the base's weights are put into it; what is
-trained stays whole on each rank, as under DDP, and its gradients are averaged before each step. PEFT's own policy puts a module of FSDP1
-around each matrix of the adapter; where a layer reads a matrix without calling it, as DoRA does, it would find a flat piece. A model that
-is trained itself is sharded with its gradients and optimizer.
+FSDP1 makes one flat tensor, of one dtype, of the weights of a layer. Of a model with an adapter the base's weights are
+put into it; what is trained stays whole on each rank, as under DDP, and its gradients are averaged before each step.
+PEFT's own policy puts a module of FSDP1 around each matrix of the adapter; where a layer reads a matrix without calling
+it, as DoRA does, it would find a flat piece. A model that is trained itself is sharded with its gradients and
+optimizer.
 """
 
 from __future__ import annotations
@@ -95,8 +97,8 @@ def wrap(model: Any, accelerator: Any) -> Any:
 
 
 def left_whole(model: Any, layers: tuple[type, ...]) -> list[torch.nn.Parameter]:
-    """What FSDP1 is not given: what an adapter has added, what is trained alongside it, and in each layer the weights of another dtype than
-    most of its bytes."""
+    """What FSDP1 is not given: what an adapter has added, what is trained alongside it, and in each layer the weights
+    of another dtype than most of its bytes."""
     is_whole = is_bare(model)
     added = set() if is_whole else InspectedAdapter(model, active_adapter(model)).added
     units = [module for module in model.modules() if isinstance(module, layers)]
@@ -119,11 +121,13 @@ def left_whole(model: Any, layers: tuple[type, ...]) -> list[torch.nn.Parameter]
 
 @torch.no_grad()
 def average(model: Any) -> None:
-    """Give the gradients of what is trained, and not sharded, their mean over the ranks; called by all, after a backward pass."""
+    """Give the gradients of what is trained, and not sharded, their mean over the ranks; called by all, after a
+    backward pass."""
     trained = [p for p in model.parameters() if p.requires_grad and piece_of(p) is None]
     if not trained:
         return
-    # A rank whose batch did not come by a weight takes part with zeros; one that nobody came by stays without a gradient.
+    # A rank whose batch did not come by a weight takes part with zeros; one that nobody came by stays without a
+    # gradient.
     reached = torch.tensor([p.grad is not None for p in trained], dtype=torch.uint8, device=trained[0].device)
     torch.distributed.all_reduce(reached, op=torch.distributed.ReduceOp.MAX)
     gradients = []

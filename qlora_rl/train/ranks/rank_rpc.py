@@ -28,7 +28,8 @@ _numbers = itertools.count()  # of the desks that this process has opened
 
 
 class RankRPC:
-    """Opened by all ranks. Questions and answers are letters in the store of all ranks; a thread on the owner's rank reads the questions.
+    """Opened by all ranks. Questions and answers are letters in the store of all ranks; a thread on the owner's rank
+    reads the questions.
 
     Args:
         engine: on the owner's rank; `None` on the others.
@@ -62,8 +63,8 @@ class RankRPC:
         """See `VersionedEngine.generate`; from any thread of any rank.
 
         Raises:
-            RolloutCancelledError: another thread has called `cancel`. EngineClosedError: the owner has closed its engine. RankLostError: rank 0,
-                which holds the store, is gone. And what the engine raises.
+            RolloutCancelledError: another thread has called `cancel`. EngineClosedError: the owner has closed its
+                engine. RankLostError: rank 0, which holds the store, is gone. And what the engine raises.
         """
         if self._engine is not None:
             return self._generate(prompts, sampling, version)
@@ -80,7 +81,8 @@ class RankRPC:
         while not self._is_answered(key):
             if pause == _PAUSE_S[1] and self._is_closed():
                 raise EngineClosedError(
-                    f"generating: rank {self._first} has closed the engine. Leave its trainer's block on all ranks together."
+                    f"generating: rank {self._first} has closed the engine. Leave its trainer's block on all ranks "
+                    "together."
                 )
             if number <= self._cancelled:
                 raise RolloutCancelledError("generating: the call was cancelled, because the run ends.")
@@ -158,8 +160,8 @@ class RankRPC:
             yield
         except (RuntimeError, OSError) as torn:
             error = RankLostError(
-                f"asking the engine of rank {self._first}: the connection is torn ({torn}). What that rank has said last stands in the "
-                "launcher's output; start the run again with existing_run='resume'."
+                f"asking the engine of rank {self._first}: the connection is torn ({torn}). What that rank has said "
+                "last stands in the launcher's output; start the run again with existing_run='resume'."
             )
             error.ranks = (self._first,)
             raise error from torn

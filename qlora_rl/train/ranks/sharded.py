@@ -1,4 +1,5 @@
-"""What is trained, and its optimizer, of several processes, on disk as one process writes them: another number of them can go on from there."""
+"""What is trained, and its optimizer, of several processes, on disk as one process writes them: another number of them
+can go on from there."""
 
 from __future__ import annotations
 
@@ -75,7 +76,8 @@ def save_optimizer(optimizer: Any, scheduler: Any, directory: Path) -> None:
 
 
 def _joined(state: Any, parameters: list[torch.nn.Parameter], in_pieces: list[int]) -> dict[int, dict[str, Any]]:
-    """State of FSDP1's pieces, as of whole weights, on rank 0. A rank that has nothing of a weight has no state of it either."""
+    """State of FSDP1's pieces, as of whole weights, on rank 0. A rank that has nothing of a weight has no state of it
+    either."""
     facts = {
         key: {
             name: value.dtype if isinstance(value, torch.Tensor) and value.shape == parameters[key].shape else value

@@ -1,4 +1,5 @@
-"""What one rank owns and others use: a server, a fleet, an engine that spans the GPUs of several ranks; and the way to it.
+"""What one rank owns and others use: a server, a fleet, an engine that spans the GPUs of several ranks; and the way to
+it.
 
 All ranks call every method that asks it.
 """
@@ -32,8 +33,8 @@ logger = logging.getLogger(__name__)
 class SharedEngine:
     """One engine, on rank 0, or one for each group of ranks, on the first of them.
 
-    The prompts of all ranks that share it are sampled in one call, and each is given its own; after `let_threads_ask` each rank's in
-    calls of its own.
+    The prompts of all ranks that share it are sampled in one call, and each is given its own; after `let_threads_ask`
+    each rank's in calls of its own.
 
     Args:
         make: makes the engine; called on the rank that owns it.
@@ -182,7 +183,8 @@ class SharedEngine:
         return self._ask(lambda engine: engine.holds_dense, "asking the engine")
 
     def withdraw_dense(self, reason: str) -> None:
-        """Serve nothing until the next push; what has led here may have ended one rank alone, so nobody is waited for."""
+        """Serve nothing until the next push; what has led here may have ended one rank alone, so nobody is waited
+        for."""
         if self.inner is not None:
             self.inner.withdraw_dense(reason)
 
@@ -223,7 +225,8 @@ class SharedTransport:
         self.name = inner.name
 
     def deliver(self, adapter: AdapterSource, version: int, engine: SharedEngine) -> Delivery:
-        """The owner delivers what all ranks have gathered; where one group's engine does not take it, no other serves it."""
+        """The owner delivers what all ranks have gathered; where one group's engine does not take it, no other serves
+        it."""
         adapter.bundle()
         try:
             return engine._ask(lambda held: self.inner.deliver(adapter, version, held), "delivering the adapter")

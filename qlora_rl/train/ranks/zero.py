@@ -1,7 +1,8 @@
-"""DeepSpeed's ZeRO under a trainer: what its config must say, what it keeps in parts as a whole, the moment before it steps.
+"""DeepSpeed's ZeRO under a trainer: what its config must say, what it keeps in parts as a whole, the moment before it
+steps.
 
-DeepSpeed trains a float32 copy of the adapter, in parts on the ranks (the masters), and writes it back into the model after each
-step. Where the model is in 16 bits, the copy alone is exact.
+DeepSpeed trains a float32 copy of the adapter, in parts on the ranks (the masters), and writes it back into the model
+after each step. Where the model is in 16 bits, the copy alone is exact.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from qlora_rl.sharded_tensors import is_sharded, part_of, put, shape_of
 Groups = Sequence[tuple[dict[str, Any], list[torch.nn.Parameter]]]
 # Of a scheduler's state: one for each group.
 _PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")
-# What changes how weights, gradients or optimizer are held, and was not verified to keep the base and the checkpoints what they are.
+# What changes how weights, gradients or optimizer are held, and was not verified to keep the base and the checkpoints
+# what they are.
 _UNVERIFIED = ("optimizer", "scheduler", "torch_autocast", "zenflow")
 _UNVERIFIED_OF_ZERO = (
     "zero_quantized_weights",
@@ -59,7 +61,8 @@ def settle(args: Any, doing: str) -> None:
         names = ", ".join(unverified)
         raise NotYetSupportedError(
             f"{doing}: DeepSpeed's config asks for {names}, which is not verified with a 4-bit base. Leave it out "
-            "(examples/accelerate/zero2.yaml, zero3.yaml); a QLoRA's optimizer is small, and TRL's optim= and lr_scheduler_type= make it."
+            "(examples/accelerate/zero2.yaml, zero3.yaml); a QLoRA's optimizer is small, and TRL's optim= and "
+            "lr_scheduler_type= make it."
         )
     # Left out, it would mean that nothing is clipped.
     config.setdefault("gradient_clipping", args.max_grad_norm)
@@ -72,15 +75,17 @@ def _is_on(value: Any) -> bool:
 
 
 def check_dtype(args: Any, compute_dtype: str) -> None:
-    """With bf16=True DeepSpeed casts every float of the model; a base that is cast would not be the one that was verified.
+    """With bf16=True DeepSpeed casts every float of the model; a base that is cast would not be the one that was
+    verified.
 
     Raises:
         ConfigConflictError: the base is not in bfloat16.
     """
     if args.bf16 and compute_dtype != "bfloat16":
         raise ConfigConflictError(
-            f"reading the config: bf16=True under DeepSpeed, which casts the whole model, and the base's other weights are {compute_dtype}: "
-            "the trainer would no longer hold the engine's base. Set bf16=False, or prepare the base in bfloat16."
+            "reading the config: bf16=True under DeepSpeed, which casts the whole model, and the base's other weights "
+            f"are {compute_dtype}: the trainer would no longer hold the engine's base. Set bf16=False, or prepare the "
+            "base in bfloat16."
         )
 
 
@@ -126,10 +131,11 @@ def before_step(accelerator: Any, look: Callable[[], None]) -> Iterator[None]:
 
 
 def gather_what_is_read(model: Any) -> None:
-    """Let layers read weights of others in every forward pass of `model`, as DoRA reads its base's; after DeepSpeed has prepared it.
+    """Let layers read weights of others in every forward pass of `model`, as DoRA reads its base's; after DeepSpeed has
+    prepared it.
 
-    Under ZeRO-3 DeepSpeed gathers what a layer is found to read, but only where its engine is called. A canary, a reference and
-    TRL's passes without gradients call the model itself.
+    Under ZeRO-3 DeepSpeed gathers what a layer is found to read, but only where its engine is called. A canary, a
+    reference and TRL's passes without gradients call the model itself.
     """
     if not is_sharded(model):
         return
@@ -259,7 +265,8 @@ def _of_all_groups(state: dict[str, Any], groups: Groups) -> dict[str, Any]:
 
 
 def _link(zero: Any) -> None:
-    """Let ZeRO-2 find the optimizer's state of each weight: by itself it looks once, when the first of its groups alone has stepped."""
+    """Let ZeRO-2 find the optimizer's state of each weight: by itself it looks once, when the first of its groups alone
+    has stepped."""
     if hasattr(zero, "_lazy_init_hp_params_optimizer_state"):
         zero._hp_optimizer_states_linked = False
         zero._lazy_init_hp_params_optimizer_state()

@@ -32,8 +32,9 @@ class EngineBridge:
     Args:
         engine: generates.
         strategy: makes it equal to the policy.
-        sampling: how to sample; every call gets a seed of its own, derived from `seed`, the optimizer step, whether it is an evaluation,
-            and its number among those: a run that goes on from a checkpoint samples what it would have sampled.
+        sampling: how to sample; every call gets a seed of its own, derived from `seed`, the optimizer step, whether it
+            is an evaluation, and its number among those: a run that goes on from a checkpoint samples what it would
+            have sampled.
         seed: of the run.
         sleeps: the engine sleeps between rollouts.
 
@@ -86,7 +87,8 @@ class EngineBridge:
         self._calls = {False: 0, True: 0}  # a step that an earlier training has begun may come again
 
     def knows_logprobs(self, rollout_func: Any) -> bool:
-        """Sampled tokens come with the logprobs with which they were sampled: the engine's, or those that a `rollout_func` returns."""
+        """Sampled tokens come with the logprobs with which they were sampled: the engine's, or those that a
+        `rollout_func` returns."""
         return self.gives_logprobs or rollout_func is not None
 
     def begin(self, step: int, *, is_evaluation: bool = False) -> None:
@@ -102,7 +104,8 @@ class EngineBridge:
         self._routing = {False: {}, True: {}}
 
     def routing_of(self, rows: Sequence[Sequence[int]]) -> list[tuple[Any, Any]]:
-        """What the engine chose for sequences that it has generated, prompts included, and the weights (`Rollout`); `None` for others.
+        """What the engine chose for sequences that it has generated, prompts included, and the weights (`Rollout`);
+        `None` for others.
 
         Of equal sequences it is that of one of them: what they differ by is rounding.
         """
@@ -150,12 +153,13 @@ class EngineBridge:
         return report
 
     def is_overtaken(self) -> bool:
-        """The engine serves another version than was pushed last, on any rank: it has lost it, or has another owner, too. All ranks ask."""
+        """The engine serves another version than was pushed last, on any rank: it has lost it, or has another owner,
+        too. All ranks ask."""
         found = self._anywhere(self.engine.version != self.serves, "asking which version serves")
         if found:
             logger.warning(
-                "the engine serves version %d, and version %d was pushed last: the policy is pushed again. An engine that was restarted, "
-                "or one into which somebody else pushes, too",
+                "the engine serves version %d, and version %d was pushed last: the policy is pushed again. An engine "
+                "that was restarted, or one into which somebody else pushes, too",
                 self.engine.version,
                 self.serves,
             )
@@ -169,11 +173,12 @@ class EngineBridge:
     def generate(
         self, prompts: list[list[int]], images: Any = None, num_generations: int = 1, profiler: Any = None
     ) -> tuple[list[list[int]], list[list[int]], list[list[list[float | None]]], list[list[list[int]]]]:
-        """One completion per prompt (TRL has repeated each `num_generations` times already). The engine is awake afterwards: `rest` once all
-        turns are there.
+        """One completion per prompt (TRL has repeated each `num_generations` times already). The engine is awake
+        afterwards: `rest` once all turns are there.
 
         Returns:
-            Prompt ids and completion ids (B lists each), logprobs [B][T][1] of the sampled tokens, and their ids [B][T][1].
+            Prompt ids and completion ids (B lists each), logprobs [B][T][1] of the sampled tokens, and their ids
+            [B][T][1].
         """
         seed = self.next_seed()
         # Of later turns each rank has as many as its conversations need: no rank may wait for others there.
@@ -183,8 +188,8 @@ class EngineBridge:
             self._prove()  # it may have slept, or been rebuilt, since the last push
         elif self.engine.incarnation != self._verified:
             raise EngineBrokenError(
-                f"generating: the engine of rank {ranks().rank} was rebuilt between two turns of a conversation, and the ranks verify it together "
-                "before a rollout only. Start the run again with existing_run='resume'."
+                f"generating: the engine of rank {ranks().rank} was rebuilt between two turns of a conversation, and "
+                "the ranks verify it together before a rollout only. Start the run again with existing_run='resume'."
             )
         with profiler or nullcontext():
             try:
@@ -197,8 +202,9 @@ class EngineBridge:
                 rollout = self.sample(prompts, images, seed=seed)
         if rollout.version != self.serves:
             raise EngineBrokenError(
-                f"generating: version={rollout.version} has answered, and version={self.serves} was pushed: somebody else has pushed to "
-                "this engine in the middle of a rollout. Give each trainer that runs at the same time an engine of its own."
+                f"generating: version={rollout.version} has answered, and version={self.serves} was pushed: somebody "
+                "else has pushed to this engine in the middle of a rollout. Give each trainer that runs at the same "
+                "time an engine of its own."
             )
         self.last = rollout
         self.endings.note(prompts, rollout)
@@ -223,8 +229,8 @@ class EngineBridge:
         if images is not None and any(images):
             if not self.engine.capabilities().takes_images:
                 raise NotYetSupportedError(
-                    f"generating: the prompts hold images, which {self.engine.capabilities().name} does not take. Use a base made of a "
-                    "vision-language model, or text prompts."
+                    f"generating: the prompts hold images, which {self.engine.capabilities().name} does not take. Use "
+                    "a base made of a vision-language model, or text prompts."
                 )
             asked = [ImagePrompt(ids, tuple(held)) if held else ids for ids, held in zip(prompts, images, strict=True)]
         if width is None:
@@ -250,8 +256,9 @@ class EngineBridge:
             return dataclasses.replace(rollout, logprobs=nothing)
         if not rollout.logprobs and rollout.completion_ids:
             raise EngineUnsupportedError(
-                f"generating: logprobs={rollout.logprobs!r} of {len(rollout.completion_ids)} completions by {self.engine.capabilities().name}. "
-                "Return a list for each completion, or set gives_logprobs=False in the engine's capabilities()."
+                f"generating: logprobs={rollout.logprobs!r} of {len(rollout.completion_ids)} completions by "
+                f"{self.engine.capabilities().name}. Return a list for each completion, or set gives_logprobs=False in "
+                "the engine's capabilities()."
             )
         return rollout
 
@@ -274,7 +281,8 @@ class EngineBridge:
         return self.seed_of(self._step, call, is_evaluation=self._is_evaluation)
 
     def seed_of(self, step: int, call: int, *, is_evaluation: bool = False) -> int:
-        """No two calls of a run have the same: they are counted within step and kind, and no run has as many steps as the prime."""
+        """No two calls of a run have the same: they are counted within step and kind, and no run has as many steps as
+        the prime."""
         return self.seed * 1_000_003 + step + (2 * call + is_evaluation) * _APART
 
     @contextlib.contextmanager
@@ -316,7 +324,8 @@ class EngineBridge:
             self._naps[name] = self._naps.get(name, 0.0) + time.perf_counter() - began
 
     def drain(self) -> tuple[list[SyncReport], int, float, dict[str, float]]:
-        """Pushes, sampled tokens, seconds of generation, and seconds of falling asleep and of waking, since the last call of `drain`."""
+        """Pushes, sampled tokens, seconds of generation, and seconds of falling asleep and of waking, since the last
+        call of `drain`."""
         with self._counting:
             taken = (self._reports, self._tokens, self._seconds, self._naps)
             self._reports, self._tokens, self._seconds, self._naps = [], 0, 0.0, {}

@@ -1,7 +1,7 @@
 """Which completions were cut off: the engine knows, TRL 1.16 looks for an EOS at the end.
 
-A completion that a stop token or a stop text ends has none: TRL would count it among those that reached the limit, and with
-`mask_truncated_completions` train on nothing. B completions.
+A completion that a stop token or a stop text ends has none: TRL would count it among those that reached the limit, and
+with `mask_truncated_completions` train on nothing. B completions.
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ class Endings:
 
 
 class EndedCompletions:
-    """A mixin for TRL's GRPO and RLOO trainers, directly before them or what changes their rows; their `vllm_generation` has `endings`.
+    """A mixin for TRL's GRPO and RLOO trainers, directly before them or what changes their rows; their
+    `vllm_generation` has `endings`.
 
-    TRL's metrics are corrected behind it, and its mask is made here in its place: it has no seam where it looks at the last token.
+    TRL's metrics are corrected behind it, and its mask is made here in its place: it has no seam where it looks at the
+    last token.
     """
 
     _are_cut: Sequence[bool] = ()

@@ -132,8 +132,8 @@ def link_policy(
     allow_base_mismatch: bool = False,
     on_mismatch: str = "stop",
 ) -> Link:
-    """Judge the adapter, start the engine if there is none, verify the base and what is computed with it, calibrate the canary; nothing is
-    pushed yet.
+    """Judge the adapter, start the engine if there is none, verify the base and what is computed with it, calibrate the
+    canary; nothing is pushed yet.
 
     If it fails, the engine is closed where it is ours.
 
@@ -147,7 +147,8 @@ def link_policy(
         sync, sync_dir, canary_every, allow_base_mismatch, on_mismatch: as the trainers take them.
 
     Raises:
-        AdapterRejectedError, BaseMismatchError, CanaryError, ConfigConflictError, PolicyMismatchError: with the way out.
+        AdapterRejectedError, BaseMismatchError, CanaryError, ConfigConflictError, PolicyMismatchError: with the way
+            out.
     """
     strategy = None
     products = products_of(model, base, args)
@@ -197,7 +198,8 @@ def link_policy(
             )
         if args.vllm_enable_sleep_mode and not can_sleep:
             logger.warning(
-                "vllm_enable_sleep_mode=True: %s cannot sleep, it stays awake; before vLLM 0.31 no engine sleeps that lends its base",
+                "vllm_enable_sleep_mode=True: %s cannot sleep, it stays awake; before vLLM 0.31 no engine sleeps that "
+                "lends its base",
                 engine.capabilities().name,
             )
     except BaseException:
@@ -231,7 +233,8 @@ def why_dense(plan: SyncPlan, base: PreparedBase) -> str:
         return ""
     if directory_is_mixture(base):
         raise collected(
-            "planning the sync: this policy can be synced as full weights only, and vLLM cannot be given those of a mixture of experts",
+            "planning the sync: this policy can be synced as full weights only, and vLLM cannot be given those of a "
+            "mixture of experts",
             plan.reasons[:-1],
             NotYetSupportedError,
         )
@@ -249,7 +252,8 @@ def release(strategy: Any, close_engine: Callable[[], None] | None) -> None:
 
 
 def canary_image(base: PreparedBase) -> SeenPrompt | None:
-    """A question about a fixed picture, for the canary; `None` where the base takes no images, or no chat template says how one is written."""
+    """A question about a fixed picture, for the canary; `None` where the base takes no images, or no chat template says
+    how one is written."""
     if not directory_takes_images(base.path):
         return None
     processor = load_processor(base.path)

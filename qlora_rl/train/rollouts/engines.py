@@ -76,8 +76,8 @@ class EngineChoice:
         """
         if (size := self.options.get("tensor_parallel_size", 1)) > 1:
             raise NotYetSupportedError(
-                f"choosing the engine: tensor_parallel_size={size} takes adapters, and this policy needs full weights (see the reasons of its "
-                "verdict: judge_adapter). Use tensor_parallel_size=1."
+                f"choosing the engine: tensor_parallel_size={size} takes adapters, and this policy needs full weights "
+                "(see the reasons of its verdict: judge_adapter). Use tensor_parallel_size=1."
             )
         baked = ranks().in_turn(lambda: bake_base(base), "baking the base") if base.spec.is_4bit else base
         begin("starting vLLM on the base")
@@ -98,14 +98,15 @@ def reject_ranks(rollout: Any, size: int) -> None:
         here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks().size))
         if here % size:
             raise ConfigConflictError(
-                f"choosing the engine: tensor_parallel_size={size} under rollout='colocate', and {here} processes on this machine: they "
-                f"cannot be parted into groups of {size}, each with an engine over its GPUs. Set vllm_tensor_parallel_size to a divisor of {here}, "
-                "or use rollout='server'."
+                f"choosing the engine: tensor_parallel_size={size} under rollout='colocate', and {here} processes on "
+                f"this machine: they cannot be parted into groups of {size}, each with an engine over its GPUs. Set "
+                f"vllm_tensor_parallel_size to a divisor of {here}, or use rollout='server'."
             )
 
 
 def start_local(base: PreparedBase, rank: int, options: dict[str, Any]) -> RolloutEngine:
-    """vLLM in this process; or, of several ranks, in processes on the GPUs of a group of the trainer's, next to them."""
+    """vLLM in this process; or, of several ranks, in processes on the GPUs of a group of the trainer's, next to
+    them."""
     from qlora_rl.engine.local import LocalEngine
 
     size = options.get("tensor_parallel_size", 1)
@@ -131,7 +132,8 @@ def start_ray(base: PreparedBase, rank: int, options: dict[str, Any]) -> Rollout
 
 
 def _elsewhere(options: dict[str, Any]) -> dict[str, Any]:
-    """Without what is of this process alone: an engine elsewhere repairs its scales when it starts, and never sleeps."""
+    """Without what is of this process alone: an engine elsewhere repairs its scales when it starts, and never
+    sleeps."""
     return {name: value for name, value in options.items() if name not in ("repair_scales", "enable_sleep")}
 
 

@@ -1,4 +1,5 @@
-"""`GroupedPrompts`: a mixin for TRL's GRPO and RLOO, which tokenise each prompt once for each of its G completions; here once for all."""
+"""`GroupedPrompts`: a mixin for TRL's GRPO and RLOO, which tokenise each prompt once for each of its G completions;
+here once for all."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 
 class GroupedPrompts:
-    """Comes before `ImageRows`. Prompts with images, and those of environments, each with tools of its own, are left to TRL."""
+    """Comes before `ImageRows`. Prompts with images, and those of environments, each with tools of its own, are left to
+    TRL."""
 
     def _tokenize_prompts(self, prompts: list[Any]) -> Any:
         is_plain = (

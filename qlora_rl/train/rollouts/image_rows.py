@@ -1,7 +1,7 @@
 """`ImageRows`: a mixin for TRL's GRPO and RLOO, where rows with images and rows without share a batch.
 
-TRL 1.16 hands the processor `None` for a row without images, which it does not take; and of a batch in whose `image` column nothing stands it
-makes images all the same. Both get an empty list here.
+TRL 1.16 hands the processor `None` for a row without images, which it does not take; and of a batch in whose `image`
+column nothing stands it makes images all the same. Both get an empty list here.
 """
 
 from __future__ import annotations

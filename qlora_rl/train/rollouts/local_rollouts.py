@@ -1,7 +1,8 @@
-"""TRL's rollout code in a thread of one rank of several: what it would gather from the others stays here, and is put together later.
+"""TRL's rollout code in a thread of one rank of several: what it would gather from the others stays here, and is put
+together later.
 
-A thread must not take part in a collective: those of the training, in the main thread, would meet it. TRL gathers in two places:
-by `accelerator.gather` the lengths, for metrics, and by accelerate's function `gather` the rewards.
+A thread must not take part in a collective: those of the training, in the main thread, would meet it. TRL gathers in
+two places: by `accelerator.gather` the lengths, for metrics, and by accelerate's function `gather` the rewards.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ def rewards_of_one_rank() -> Any:
     of_trl = inspect.unwrap(GRPOTrainer._calculate_rewards)
     if "gather" not in of_trl.__code__.co_names:
         raise NotYetSupportedError(
-            "rewarding rollouts in threads of several processes: this TRL's GRPOTrainer does not gather rewards as the supported ones do. Install "
-            "a TRL that pyproject.toml names, or train in one process."
+            "rewarding rollouts in threads of several processes: this TRL's GRPOTrainer does not gather rewards as the "
+            "supported ones do. Install a TRL that pyproject.toml names, or train in one process."
         )
     names = {**of_trl.__globals__, "gather": lambda rewards: rewards}
     alone = FunctionType(of_trl.__code__, names, of_trl.__name__, of_trl.__defaults__, of_trl.__closure__)

@@ -16,8 +16,8 @@ class Batch:
     Attributes:
         number: from 0, since the run began.
         rows: of the dataset, as the loader gave them.
-        policy: number of the policy at which it is trained on, from 1: a new one wherever an optimizer step is between two
-            batches.
+        policy: number of the policy at which it is trained on, from 1: a new one wherever an optimizer step is between
+            two batches.
         step: optimizer steps that are done when it is trained on.
         place: from 0, among the batches that are generated for this step.
         `beside`: most batches that a step has.
@@ -31,16 +31,17 @@ class Batch:
     beside: int = 1
 
     def call(self, turn: int) -> int:
-        """The number of a turn's call within the step: as GRPO without threads counts, where the step has one batch or each one turn."""
+        """The number of a turn's call within the step: as GRPO without threads counts, where the step has one batch or
+        each one turn."""
         return self.place + self.beside * turn
 
 
 class Prefetch:
     """Reads what transformers' loop would read, in its order, over the ends of epochs.
 
-    A loader gives every generation batch `generate_every` times, once for each time that it is trained on; the first of them is
-    the one that is generated. What has been read and not been asked for is forgotten with this object: how far training has come is
-    `global_step` alone, and a resumed run reads on from there.
+    A loader gives every generation batch `generate_every` times, once for each time that it is trained on; the first of
+    them is the one that is generated. What has been read and not been asked for is forgotten with this object: how far
+    training has come is `global_step` alone, and a resumed run reads on from there.
 
     Args:
         loader: of the whole training; its length decides where epochs end. Without one, no epoch is begun early.
@@ -48,7 +49,8 @@ class Prefetch:
         generate_every: loader batches of a generation batch.
         first_step: optimizer steps that an earlier run has done.
         last_step: optimizer steps after which training ends; for later ones nothing is begun.
-        loaded: loader batches that the earlier run has trained on; the last of them may be in the middle of a generation batch.
+        loaded: loader batches that the earlier run has trained on; the last of them may be in the middle of a
+            generation batch.
         is_skipping: what the earlier run has trained on of its last epoch is left out.
     """
 
@@ -100,8 +102,10 @@ class Prefetch:
         return [rows for rows, _ in taken]
 
     def begun(self, staleness: int) -> list[Batch]:
-        """The generation batches that may begin now and have not been given out: up to `staleness` policies later than asked for."""
-        # To the end of the last step that may begin, and no further: to begin an epoch takes a random number of torch's.
+        """The generation batches that may begin now and have not been given out: up to `staleness` policies later than
+        asked for."""
+        # To the end of the last step that may begin, and no further: to begin an epoch takes a random number of
+        # torch's.
         while (self._policy < self._asked + staleness or self._is_within_step()) and self._pull():
             pass
         found = []

@@ -24,7 +24,8 @@ class Visit:
 
 
 class StalenessLimit:
-    """Policies are numbered as they are trained on, from 1; a rollout is trained on at a policy that is known when it begins.
+    """Policies are numbered as they are trained on, from 1; a rollout is trained on at a policy that is known when it
+    begins.
 
     Args:
         max_staleness: how many policies later than the one that sampled it a rollout may be trained on.
@@ -41,7 +42,8 @@ class StalenessLimit:
         self._is_pushing = self.is_stopped = False
 
     def enter(self, trained_at: int) -> Visit:
-        """Wait until a rollout that will be trained on at policy `trained_at` may begin; its version stays until it leaves.
+        """Wait until a rollout that will be trained on at policy `trained_at` may begin; its version stays until it
+        leaves.
 
         Raises:
             RolloutCancelledError: the run ends.

@@ -1,9 +1,10 @@
-"""`RolloutWorkers`: generation batches generated and rewarded in threads, by TRL's own code, ahead of the trainer that takes them.
+"""`RolloutWorkers`: generation batches generated and rewarded in threads, by TRL's own code, ahead of the trainer that
+takes them.
 
-A rollout is made in two halves. What needs the engine, the environments and the reward functions happens in a thread, in a
-`SamplingView`: a view of the trainer, with everything that TRL writes to on the way its own. What needs the policy of
-the moment (the trainer's logprobs, the ratios, the advantages, the metrics) TRL does when the batch is trained on, in
-the trainer's thread.
+A rollout is made in two halves. What needs the engine, the environments and the reward functions happens in a thread,
+in a `SamplingView`: a view of the trainer, with everything that TRL writes to on the way its own. What needs the policy
+of the moment (the trainer's logprobs, the ratios, the advantages, the metrics) TRL does when the batch is trained on,
+in the trainer's thread.
 """
 
 from __future__ import annotations
@@ -122,8 +123,9 @@ class Front:
             rollout = self._bridge.sample(prompts, images, seed=seed, version=asked, width=self._width)
         if rollout.version != self.version:
             raise EngineBrokenError(
-                f"generating batch {self._number}: it began with version={self.version}, and version={rollout.version} has answered: somebody "
-                "else has pushed to this engine. Give each trainer that runs at the same time an engine of its own."
+                f"generating batch {self._number}: it began with version={self.version}, and version={rollout.version} "
+                "has answered: somebody else has pushed to this engine. Give each trainer that runs at the same time "
+                "an engine of its own."
             )
         self.tokens, self.seconds = self.tokens + rollout.tokens, self.seconds + rollout.seconds
         self.endings.note(prompts, rollout)
@@ -131,10 +133,11 @@ class Front:
 
 
 class SamplingView(EndedCompletions, GRPOTrainer):
-    """A shallow copy of a trainer for one batch: TRL's rollout code, with nothing that it shares with the training but what is only read.
+    """A shallow copy of a trainer for one batch: TRL's rollout code, with nothing that it shares with the training but
+    what is only read.
 
-    A `rollout_func`, tools and reward models may read any attribute of the trainer, so no list of some would do. Reading the trainer
-    itself would be a race: it changes its attributes while threads generate.
+    A `rollout_func`, tools and reward models may read any attribute of the trainer, so no list of some would do.
+    Reading the trainer itself would be a race: it changes its attributes while threads generate.
 
     Args:
         picture: the attributes of the trainer.
@@ -177,8 +180,8 @@ class SamplingView(EndedCompletions, GRPOTrainer):
     def _first_half(self, rows: list[dict[str, Any]]) -> tuple[list[Any], Any]:
         """Prompts, as the environments have made them, and what TRL's `_generate` returns for them.
 
-        TRL has no method for this half alone, so its method for both is left where `_generate` returns. A copy would be fifty lines about
-        environments, their pools, tools and images, with six private attributes of TRL.
+        TRL has no method for this half alone, so its method for both is left where `_generate` returns. A copy would be
+        fifty lines about environments, their pools, tools and images, with six private attributes of TRL.
         """
         try:
             self._generate_and_score_completions(rows)
@@ -294,7 +297,8 @@ class RolloutWorkers:
                 except VersionGoneError as error:
                     if visit.version == self._bridge.serves:
                         raise
-                    # The engine was restarted in the middle of it, with the newest version alone. Nothing was rewarded yet.
+                    # The engine was restarted in the middle of it, with the newest version alone. Nothing was rewarded
+                    # yet.
                     logger.warning("batch %d is generated again: %s", batch.number, error)
                     continue
                 finally:

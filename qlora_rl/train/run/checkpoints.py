@@ -1,8 +1,8 @@
 """Checkpoints on disk: whole, or not there. Files only; what they hold is the business of `resume`.
 
-A checkpoint is staged in a hidden directory next to its place. Every file reaches the disk, a manifest with the digest of each
-is written last, and one rename makes it `checkpoint-N`. Whatever is killed in the middle leaves a hidden directory, which the
-next start adopts if it is whole, and removes if it is not.
+A checkpoint is staged in a hidden directory next to its place. Every file reaches the disk, a manifest with the digest
+of each is written last, and one rename makes it `checkpoint-N`. Whatever is killed in the middle leaves a hidden
+directory, which the next start adopts if it is whole, and removes if it is not.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 
 @contextmanager
 def staged(root: Path, step: int) -> Iterator[Path]:
-    """A directory for the files of `checkpoint-<step>`; when the block ends they appear under `root`, all of them or none.
+    """A directory for the files of `checkpoint-<step>`; when the block ends they appear under `root`, all of them or
+    none.
 
     Raises:
         RunDirectoryError: the disk is full or not writable; earlier checkpoints are untouched.
@@ -49,8 +50,8 @@ def staged(root: Path, step: int) -> Iterator[Path]:
         if not _is_full(root, error):
             raise
         raise RunDirectoryError(
-            f"writing checkpoint-{step} to {root}: {getattr(error, 'strerror', None) or error}. {way_out(error)}; the checkpoints before it "
-            "are whole."
+            f"writing checkpoint-{step} to {root}: {getattr(error, 'strerror', None) or error}. {way_out(error)}; the "
+            "checkpoints before it are whole."
         ) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
@@ -103,7 +104,8 @@ def step_of(directory: Path) -> int:
 
 
 def tidy(root: Path) -> None:
-    """After a kill: adopt checkpoints that were whole and had not got their name yet, remove what is half written or was replaced."""
+    """After a kill: adopt checkpoints that were whole and had not got their name yet, remove what is half written or
+    was replaced."""
     for staging in root.glob(f"{_STAGING}*"):
         for directory in numbered(staging):
             if not (root / directory.name).exists() and not damage(directory):

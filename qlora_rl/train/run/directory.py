@@ -1,4 +1,5 @@
-"""The directory that a run leaves: config.json, fingerprints.json, metrics.jsonl, sync.jsonl, adapter/, summary.json."""
+"""The directory that a run leaves: config.json, fingerprints.json, metrics.jsonl, sync.jsonl, adapter/,
+summary.json."""
 
 from __future__ import annotations
 
@@ -61,12 +62,13 @@ class RunDirectory:
         self.path = Path(path)
         if self.path.exists() and not self.path.is_dir():
             raise RunDirectoryError(
-                f"opening a run directory: {self.path} is a file. Choose another output_dir ([run] dir in a run's file)."
+                f"opening a run directory: {self.path} is a file. Choose another output_dir ([run] dir in a run's "
+                "file)."
             )
         if (self.path / METRICS).exists() and existing == "reject":
             raise RunDirectoryError(
-                f"opening a run directory: {self.path} holds another run. Choose another directory, or remove it; a trainer also "
-                "takes existing_run='overwrite', 'continue' or 'resume', in a run's file [run] existing."
+                f"opening a run directory: {self.path} holds another run. Choose another directory, or remove it; a "
+                "trainer also takes existing_run='overwrite', 'continue' or 'resume', in a run's file [run] existing."
             )
         self.existing = existing
         self._overwrites = existing == "overwrite"
@@ -155,13 +157,14 @@ class RunDirectory:
                 summary |= read_object(self.path / SUMMARY)
             if (self.path / ADAPTER).exists():
                 way = (
-                    "Its adapter is in adapter/: train on from it in another directory ([adapter] start_from in a run's file, in Python "
-                    "model=PeftModel.from_pretrained(..., is_trainable=True)). "
+                    "Its adapter is in adapter/: train on from it in another directory ([adapter] start_from in a "
+                    "run's file, in Python model=PeftModel.from_pretrained(..., is_trainable=True)). "
                 )
             status = summary.get("status")
             raise RunDirectoryError(
-                f"resuming the run in {self.path}: it {'was' if status == 'interrupted' else 'has'} {status} at step {summary.get('steps')} and left no whole "
-                f"checkpoint to go on from (save_strategy, save_steps). {way}existing_run='overwrite' ([run] existing) starts over."
+                f"resuming the run in {self.path}: it {'was' if status == 'interrupted' else 'has'} {status} at step "
+                f"{summary.get('steps')} and left no whole checkpoint to go on from (save_strategy, save_steps). "
+                f"{way}existing_run='overwrite' ([run] existing) starts over."
             )
 
     def write_json(self, name: str, content: Mapping[str, Any] | list[Any]) -> None:
@@ -227,7 +230,8 @@ class RunDirectory:
         return target
 
     def save_model(self, model: Any, base: Path, weights: Mapping[str, Any] | None = None) -> Path:
-        """Save a model that was trained itself to `model/`, with the tokenizer of its base; the one before it stays until this one is whole.
+        """Save a model that was trained itself to `model/`, with the tokenizer of its base; the one before it stays
+        until this one is whole.
 
         Args:
             model: of transformers.
@@ -305,7 +309,8 @@ class StepRecord:
         self._values |= {"step": step, "step_seconds": time.perf_counter() - self._started}
 
     def evaluated(self, logged: Mapping[str, Any]) -> None:
-        """Write a line for an evaluation: its step, and the `eval_` values that transformers has logged, but for its speed."""
+        """Write a line for an evaluation: its step, and the `eval_` values that transformers has logged, but for its
+        speed."""
         if self.run is None:
             return
         values = {
@@ -388,8 +393,8 @@ class _Hold:
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise RunDirectoryError(
-                f"opening a run directory: another process trains in {path}. Wait for it, stop it, or choose another output_dir ([run] "
-                "dir in a run's file)."
+                f"opening a run directory: another process trains in {path}. Wait for it, stop it, or choose another "
+                "output_dir ([run] dir in a run's file)."
             ) from error
         except OSError as error:  # a file system without locks
             logger.debug("%s cannot be locked: %s", path, error)
@@ -461,5 +466,6 @@ def _writing(path: Path) -> Iterator[None]:
 
 def _unwritable(path: Path, error: Exception) -> RunDirectoryError:
     return RunDirectoryError(
-        f"writing {path}: {getattr(error, 'strerror', None) or error}. {checkpoints.way_out(error)}; what was written before is whole."
+        f"writing {path}: {getattr(error, 'strerror', None) or error}. {checkpoints.way_out(error)}; what was written "
+        "before is whole."
     )

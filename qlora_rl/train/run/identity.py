@@ -1,4 +1,5 @@
-"""What a run is: the base, the data, the adapter and every setting that decides its numbers. Another one cannot go on with it."""
+"""What a run is: the base, the data, the adapter and every setting that decides its numbers. Another one cannot go on
+with it."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from qlora_rl.adapter.inspected import active_adapter, is_bare
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import ConfigConflictError, collected
 
-# Fields of TRL's configs that may be others when a run goes on: how long it is, what it writes and where, how fast it runs.
+# Fields of TRL's configs that may be others when a run goes on: how long it is, what it writes and where, how fast it
+# runs.
 FREE = frozenset(
     {
         "output_dir", "max_steps", "num_train_epochs", "resume_from_checkpoint", "ignore_data_skip", "restore_callback_states_from_checkpoint",
@@ -57,7 +59,8 @@ def identity_of(trainer: Any) -> dict[str, Any]:
     }
     if not is_bare(trained):
         config = trained.peft_config[active_adapter(trained)].to_dict()
-        # Named in any case: a field that only one side has is not compared, and twice the rank is also that of a plain adapter.
+        # Named in any case: a field that only one side has is not compared, and twice the rank is also that of a plain
+        # adapter.
         start = getattr(trained, "qlora_start", None)
         found["start"] = "plain" if start is None else start.kind
         found["peft_config"] = {k: v for k, v in config.items() if k not in _FREE_OF_ADAPTERS}
@@ -87,7 +90,8 @@ def reject_other(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, A
     ]
     if reasons:
         reasons[-1] += (
-            ". Pass what the run began with; or another output_dir, or existing_run='overwrite', for a new one (in a run's file [run] dir and [run] existing)."
+            ". Pass what the run began with; or another output_dir, or existing_run='overwrite', for a new one (in a "
+            "run's file [run] dir and [run] existing)."
         )
         raise collected(f"resuming from {checkpoint}", reasons, ConfigConflictError)
 
@@ -121,7 +125,8 @@ def _without_launch(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def digest_dataset(dataset: Any) -> str | None:
-    """Of the number of rows, the columns and the rows (of more than 4096, with images 256, as many evenly spread); `None` for a stream."""
+    """Of the number of rows, the columns and the rows (of more than 4096, with images 256, as many evenly spread);
+    `None` for a stream."""
     if dataset is None or not hasattr(dataset, "__len__"):
         return None
     columns = sorted(getattr(dataset, "column_names", None) or [])

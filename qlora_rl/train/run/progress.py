@@ -33,8 +33,8 @@ BEAT_S = 15.0
 class Progress(ProgressCallback):
     """Reward, loss, mismatch KL, tokens per second and the time that is left; for training and evaluation.
 
-    In a terminal it is a bar that stays on its line. Elsewhere (a file, a batch system) it is a plain line now and then, without
-    carriage returns.
+    In a terminal it is a bar that stays on its line. Elsewhere (a file, a batch system) it is a plain line now and
+    then, without carriage returns.
 
     Args:
         label: what stands in front.

@@ -1,8 +1,9 @@
 """`Resumable`: a mixin for transformers' trainers. A run that was killed goes on from its last checkpoint, bit for bit.
 
-transformers keeps weights, optimizer, scheduler, random numbers and the place in the data. What it leaves out, and TRL too, is
-kept with them: completions that several steps use, the loss and metrics since the last line of the log, the order of the data
-after the first epoch, what both sides of the engine have counted. And what the run *is*, so that another one is rejected.
+transformers keeps weights, optimizer, scheduler, random numbers and the place in the data. What it leaves out, and TRL
+too, is kept with them: completions that several steps use, the loss and metrics since the last line of the log, the
+order of the data after the first epoch, what both sides of the engine have counted. And what the run *is*, so that
+another one is rejected.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ _COUNTERS = ("_step", "_total_train_tokens")
 class Resumable:
     """Comes before TRL's class; `train` asks `resume_point` first.
 
-    Checkpoints have the files of transformers and two more, `qlora_rl.json` and `manifest.json`; a third, `rollouts.pt`, where
-    completions are used by later steps. Each appears whole, or not at all (`checkpoints`).
+    Checkpoints have the files of transformers and two more, `qlora_rl.json` and `manifest.json`; a third,
+    `rollouts.pt`, where completions are used by later steps. Each appears whole, or not at all (`checkpoints`).
     """
 
     run: RunDirectory | None
@@ -105,10 +106,12 @@ class Resumable:
         """The checkpoint that `train(resume_from_checkpoint=wish)` goes on from; lines and checkpoints behind it go.
 
         Args:
-            wish: a directory; True for the last whole one; None: with existing_run="resume" the last whole one, if there is any.
+            wish: a directory; True for the last whole one; None: with existing_run="resume" the last whole one, if
+                there is any.
 
         Raises:
-            RunDirectoryError: there is none, or it is torn. ConfigConflictError: it is another run's; names what differs.
+            RunDirectoryError: there is none, or it is torn. ConfigConflictError: it is another run's; names what
+                differs.
         """
         self._resumed = None
         saved = ranks().share(lambda: self._chosen(wish), "choosing the checkpoint")
@@ -126,14 +129,16 @@ class Resumable:
         reject_other(path, saved["identity"], identity_of(self))
         if not (path / "optimizer.pt").exists():
             raise RunDirectoryError(
-                f"resuming from {path}: it was saved with save_only_model=True, so the optimizer is lost. Train its adapter on, with a new "
-                "optimizer: model=PeftModel.from_pretrained(..., is_trainable=True), in another output_dir."
+                f"resuming from {path}: it was saved with save_only_model=True, so the optimizer is lost. Train its "
+                "adapter on, with a new optimizer: model=PeftModel.from_pretrained(..., is_trainable=True), in another "
+                "output_dir."
             )
         if saved["identity"].get("processes", 1) != ranks().size:
             if (path / ROLLOUTS).exists():
                 raise RunDirectoryError(
-                    f"resuming from {path} in {ranks().size} processes: it is between two steps that share their rollouts, of which each of "
-                    f"{saved['identity'].get('processes', 1)} processes holds a part. Start as many, or choose another checkpoint."
+                    f"resuming from {path} in {ranks().size} processes: it is between two steps that share their "
+                    f"rollouts, of which each of {saved['identity'].get('processes', 1)} processes holds a part. Start "
+                    "as many, or choose another checkpoint."
                 )
             logger.warning("%s was written by another number of processes: random numbers differ from here on", path)
         if (now := describe_versions()) != saved["versions"]:
@@ -157,15 +162,16 @@ class Resumable:
             path = checkpoints.last_whole(Path(self.args.output_dir))
             if path is None:
                 raise RunDirectoryError(
-                    f"resuming: {self.args.output_dir} holds no whole checkpoint. Leave resume_from_checkpoint out and pass "
-                    "existing_run='resume', which begins at step 0 where there is none yet."
+                    f"resuming: {self.args.output_dir} holds no whole checkpoint. Leave resume_from_checkpoint out and "
+                    "pass existing_run='resume', which begins at step 0 where there is none yet."
                 )
             return path
         path = Path(wish)
         if reasons := checkpoints.damage(path):
             raise RunDirectoryError(
-                f"resuming from {path}: {'; '.join(reasons)}. Pass resume_from_checkpoint=True for the last whole one. Of a checkpoint that "
-                "something else has saved, train the adapter on: model=PeftModel.from_pretrained(..., is_trainable=True).",
+                f"resuming from {path}: {'; '.join(reasons)}. Pass resume_from_checkpoint=True for the last whole one. "
+                "Of a checkpoint that something else has saved, train the adapter on: "
+                "model=PeftModel.from_pretrained(..., is_trainable=True).",
                 reasons=reasons,
             )
         return path
@@ -203,8 +209,8 @@ class Resumable:
             return
         if self._resumed is not None and _digest(trained_weights(model)) != self._resumed["adapter"]:
             raise RunDirectoryError(
-                f"resuming from {resume_from_checkpoint}: the adapter that PEFT has read is not the one that was trained. Pass the same "
-                "model and peft_config as at first."
+                f"resuming from {resume_from_checkpoint}: the adapter that PEFT has read is not the one that was "
+                "trained. Pass the same model and peft_config as at first."
             )
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
@@ -254,7 +260,8 @@ class Resumable:
         return optimizer
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        """transformers', which would look for a checkpoint of DeepSpeed's own; here one is read that any process may have written."""
+        """transformers', which would look for a checkpoint of DeepSpeed's own; here one is read that any process may
+        have written."""
         if not self.is_deepspeed_enabled:
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         with zero.base_stays(self.model):
@@ -401,8 +408,8 @@ def _read(path: Path) -> dict[str, Any]:
         return saved
     except (OSError, ValueError) as error:
         raise RunDirectoryError(
-            f"resuming from {path}: {STATE} cannot be read ({error}): it was saved by another version. Train its adapter on: "
-            "model=PeftModel.from_pretrained(..., is_trainable=True)."
+            f"resuming from {path}: {STATE} cannot be read ({error}): it was saved by another version. Train its "
+            "adapter on: model=PeftModel.from_pretrained(..., is_trainable=True)."
         ) from error
 
 

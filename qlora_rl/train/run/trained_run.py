@@ -53,8 +53,8 @@ class TrainedRun(Resumable, WrappedModel):
         """TRL's `train`. However it ends, the run directory is readable and holds the last step's adapter.
 
         Args:
-            resume_from_checkpoint: as transformers has it: a checkpoint, or True for the last one, here the last whole one. With
-                existing_run="resume" it may be left out.
+            resume_from_checkpoint: as transformers has it: a checkpoint, or True for the last one, here the last whole
+                one. With existing_run="resume" it may be left out.
         """
         with ranks().one_outcome("choosing the checkpoint"):
             checkpoint = self.resume_point(resume_from_checkpoint)  # what it rejects leaves the run directory as it is
@@ -76,7 +76,8 @@ class TrainedRun(Resumable, WrappedModel):
         return result
 
     def _resolve(self, model: Any, args: Any, **named: Any) -> Source:
-        """What was passed as `model`, as something that can be loaded; its base is prepared on one rank of a machine before the others."""
+        """What was passed as `model`, as something that can be loaded; its base is prepared on one rank of a machine
+        before the others."""
         source = ranks().in_turn(lambda: resolve_model(model, args, refers=self._refers, **named), "preparing the base")
         source = fit_for_sharding(source, args)
         self.base = source.base
@@ -89,7 +90,8 @@ class TrainedRun(Resumable, WrappedModel):
         """Give back what the trainer holds in addition to its model; harmless when repeated."""
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """TRL's, on the hub only: it calls a base that is in a directory "None". `qlora-rl export` writes a card with the facts."""
+        """TRL's, on the hub only: it calls a base that is in a directory "None". `qlora-rl export` writes a card with
+        the facts."""
         if self.hub_model_id is not None:
             super().create_model_card(*args, **kwargs)
 
@@ -207,7 +209,8 @@ def check_adapter_dtype(adapter_dtype: str) -> None:
 
 
 def load_tokenizer(base: PreparedBase, args: Any) -> Any:
-    """The tokenizer that is stored with the base, or of a vision-language model the processor, set up as TRL's online trainers want it."""
+    """The tokenizer that is stored with the base, or of a vision-language model the processor, set up as TRL's online
+    trainers want it."""
     return load_processor(
         base.path, padding_side="left", truncation_side="left", trust_remote_code=args.trust_remote_code
     )
@@ -253,7 +256,8 @@ def check_optimizer(optimizer: Any, model: Any) -> None:
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if not any(id(parameter) in held for parameter in model.parameters() if parameter.requires_grad):
         raise ConfigConflictError(
-            f"reading the arguments: the {type(optimizer).__name__} in optimizers= holds none of the adapter's parameters, so "
-            "nothing would be trained; peft_config= makes the adapter after it. Make the PeftModel first, the optimizer for "
-            "its parameters, and pass both; or leave optimizers out and use the config's optim."
+            f"reading the arguments: the {type(optimizer).__name__} in optimizers= holds none of the adapter's "
+            "parameters, so nothing would be trained; peft_config= makes the adapter after it. Make the PeftModel "
+            "first, the optimizer for its parameters, and pass both; or leave optimizers out and use the config's "
+            "optim."
         )

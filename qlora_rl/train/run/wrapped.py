@@ -1,4 +1,5 @@
-"""`WrappedModel`: how a trainer's model is sharded and saved, where accelerate's own way would round, break up or leave out what is trained."""
+"""`WrappedModel`: how a trainer's model is sharded and saved, where accelerate's own way would round, break up or leave
+out what is trained."""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ class WrappedModel:
     def _wrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """transformers'. accelerate would have FSDP1 shard the adapter matrix by matrix.
 
-        It would have FSDP2 gather weights, and add up their gradients, in the dtype of autocast, which multiplies in that dtype anyway: an
-        adapter would be rounded before it is gathered, and torch rejects 16-bit gradients of a float32 one.
+        It would have FSDP2 gather weights, and add up their gradients, in the dtype of autocast, which multiplies in
+        that dtype anyway: an adapter would be rounded before it is gathered, and torch rejects 16-bit gradients of a
+        float32 one.
         """
         sharding = sharding_of(self.args)
         if sharding == "fsdp2":

@@ -1,10 +1,10 @@
 """Logprobs and entropies of the tokens that are trained on, in tiles that are small on every device.
 
-TRL 1.16 never holds logits of B x T x V: it multiplies the hidden states with the output head in tiles of 4096 tokens x 32768
-words (`trl.kernels.ChunkedLogProbFunction`). With Triton a tile is 256 MiB in bf16 and worked on in place. Without Triton, on
-the CPU, it is worked on as whole float32 tensors: a tile takes gigabytes, and a batch below 4096 tokens is not cut at all.
-Prompt and padding are scored there too. So where there is no Triton the same function of TRL is called on fewer tokens at a
-time, and only on those that count. Where there is, TRL's own way stays.
+TRL 1.16 never holds logits of B x T x V: it multiplies the hidden states with the output head in tiles of 4096 tokens x
+32768 words (`trl.kernels.ChunkedLogProbFunction`). With Triton a tile is 256 MiB in bf16 and worked on in place.
+Without Triton, on the CPU, it is worked on as whole float32 tensors: a tile takes gigabytes, and a batch below 4096
+tokens is not cut at all. Prompt and padding are scored there too. So where there is no Triton the same function of TRL
+is called on fewer tokens at a time, and only on those that count. Where there is, TRL's own way stays.
 
 Letters: N scored tokens, V vocabulary, H hidden size.
 """
@@ -92,7 +92,8 @@ def use_small_tiles(model: Any, temperature: float, outputs: Collection[str] = (
 
 
 def use_fused_head(model: Any, temperature: float = 1.0) -> None:
-    """Give a bare model the output head that the trainers give theirs: TRL's, in small tiles where there is no Triton."""
+    """Give a bare model the output head that the trainers give theirs: TRL's, in small tiles where there is no
+    Triton."""
     add_fused_lm_head(model, temperature=temperature, outputs=("log_probs", "entropy"))
     use_small_tiles(model, temperature)
 

@@ -1,8 +1,8 @@
 """`remove_padding`: a micro-batch is computed as one row of tokens, its sequences one behind the other.
 
-TRL pads a micro-batch to [B, T]. Padding is computed like any token, and attention then needs a mask of T x T for every sequence. Here
-the forward that TRL scores with makes one row of the batch (`qlora_rl.train.scoring.row`), with positions that start again at each sequence,
-and puts logprobs and entropies back where TRL expects them.
+TRL pads a micro-batch to [B, T]. Padding is computed like any token, and attention then needs a mask of T x T for every
+sequence. Here the forward that TRL scores with makes one row of the batch (`qlora_rl.train.scoring.row`), with
+positions that start again at each sequence, and puts logprobs and entropies back where TRL expects them.
 
 Letters: B sequences, T tokens with padding, M of the row.
 """
@@ -27,8 +27,8 @@ from qlora_rl.train.scoring.row import HANDED_ON, make_row
 logger = logging.getLogger(__name__)
 
 _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-# Of the first check: the largest difference of hidden states, relative to their size. A sequence that sees another one, or wrong
-# positions, differs by more than 16 bits round.
+# Of the first check: the largest difference of hidden states, relative to their size. A sequence that sees another one,
+# or wrong positions, differs by more than 16 bits round.
 _BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 2**-4, torch.float16: 2**-4}
 # Tokens of the sequences of the check, and how many of them are a prompt of both.
 _PROBE, _PROMPT = (9, 6), 4
@@ -83,7 +83,8 @@ def remove_padding(model: Any) -> str:
 
 
 def micro_batches(model: Any) -> dict[str, int]:
-    """How many forwards that scored had no padding, and how many kept theirs (images, long sequences); empty where all do."""
+    """How many forwards that scored had no padding, and how many kept theirs (images, long sequences); empty where all
+    do."""
     return dict(getattr(model, "qlora_micro_batches", {}))
 
 
@@ -166,4 +167,7 @@ def _try(model: Any, *, shares_prompts: bool = False) -> str:
         bound /= 8  # wrong positions are a small fault between neighbours, and rounding was never above a thousandth times 2.5
     if difference < bound:
         return ""
-    return f"the hidden states of {type(model).__name__} are others without, by {difference:.1e} of their size, which is more than {bound:.1e}"
+    return (
+        f"the hidden states of {type(model).__name__} are others without, by {difference:.1e} of their size, which "
+        f"is more than {bound:.1e}"
+    )

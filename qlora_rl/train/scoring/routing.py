@@ -1,6 +1,8 @@
-"""`Routers`: the routers of a mixture in the trainer, compared with the engine's choices and their weights, which may be replayed.
+"""`Routers`: the routers of a mixture in the trainer, compared with the engine's choices and their weights, which may
+be replayed.
 
-B sequences, T tokens with padding, N without, of all sequences together; L layers that are mixtures, K chosen experts, E experts.
+B sequences, T tokens with padding, N without, of all sequences together; L layers that are mixtures, K chosen experts,
+E experts.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ import torch
 
 from qlora_rl.base.experts import mixtures_in
 
-# What the weights of a token may differ by, together, as a share of them. Rounding is below it; more is another router, which the alarm must hear.
+# What the weights of a token may differ by, together, as a share of them. Rounding is below it; more is another router,
+# which the alarm must hear.
 _FAR = 0.25
 
 
@@ -47,7 +50,8 @@ class Given:
         return mine
 
     def laid_out(self, which: str, like: torch.Tensor, *, padded: bool) -> torch.Tensor | None:
-        """`chosen` or `weights` of all tokens [N or B·T, L, K] on the device of `like`; `None` where nothing is known of any sequence.
+        """`chosen` or `weights` of all tokens [N or B·T, L, K] on the device of `like`; `None` where nothing is known
+        of any sequence.
 
         Args:
             which: "chosen" or "weights".
@@ -71,11 +75,12 @@ class Given:
 
 
 class Routers:
-    """Hooks on the routers of a model. They change nothing until `given` says what the engine chose, and then only with `replays`.
+    """Hooks on the routers of a model. They change nothing until `given` says what the engine chose, and then only with
+    `replays`.
 
-    The experts of a layer get the engine's choice, also when gradient checkpointing computes the layer again. Their weights are the engine's in
-    value, and have the gradient of those that the trainer's router has for the same experts. The trainer's own they are where the engine's are
-    not known, or further away than rounding.
+    The experts of a layer get the engine's choice, also when gradient checkpointing computes the layer again. Their
+    weights are the engine's in value, and have the gradient of those that the trainer's router has for the same
+    experts. The trainer's own they are where the engine's are not known, or further away than rounding.
 
     Args:
         model: the bare transformers model.
@@ -117,7 +122,8 @@ class Routers:
 
     @property
     def weight_diff_mean(self) -> float | None:
-        """Mean absolute difference of the weights of the engine's experts on both sides; `None` where none was compared.
+        """Mean absolute difference of the weights of the engine's experts on both sides; `None` where none was
+        compared.
 
         Without `replays`, of tokens for which both sides have chosen the same.
         """
@@ -131,7 +137,8 @@ class Routers:
 
     @property
     def weights_rejected(self) -> float | None:
-        """Share of the engine's weights that were further away than rounding, so that the trainer kept its own; `None` where none was to be replayed.
+        """Share of the engine's weights that were further away than rounding, so that the trainer kept its own; `None`
+        where none was to be replayed.
 
         A token counts once in each layer, with all its experts.
         """
@@ -150,7 +157,8 @@ class Routers:
         chosen: Sequence[torch.Tensor | None],
         weights: Sequence[torch.Tensor | None] | None = None,
     ) -> Iterator[None]:
-        """The forwards in here read these sequences, one after the other: each some rows of the batch, or their tokens in one row.
+        """The forwards in here read these sequences, one after the other: each some rows of the batch, or their tokens
+        in one row.
 
         Args:
             kept_BT: nonzero where a token is none of padding.

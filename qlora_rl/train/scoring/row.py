@@ -1,9 +1,9 @@
 """`make_row`: the sequences of a micro-batch one behind the other, a prompt that several of them begin with only once.
 
-GRPO samples G completions of a prompt, and DPO compares two. What comes before the token that the first scored one follows is then the same for
-all of them, and so is what every layer computes there. With `shares_prompts` those tokens are in the row once, before all sequences, and
-attention finds them by `sources` (`qlora_rl.base.attention.attend`). A sequence's last token, after which nothing is scored, is then left out,
-and so are sequences of which nothing is scored.
+GRPO samples G completions of a prompt, and DPO compares two. What comes before the token that the first scored one
+follows is then the same for all of them, and so is what every layer computes there. With `shares_prompts` those tokens
+are in the row once, before all sequences, and attention finds them by `sources` (`qlora_rl.base.attention.attend`). A
+sequence's last token, after which nothing is scored, is then left out, and so are sequences of which nothing is scored.
 
 Letters: B sequences, T tokens with padding, N without, of all sequences together; M tokens of the row, N or fewer.
 """
@@ -47,8 +47,8 @@ def make_row(given: dict[str, Any], longest: int | None = None, *, shares_prompt
     """A batch as one row; `None` where it would be no shorter, or where it cannot be one.
 
     Args:
-        given: of a batch that TRL has padded `input_ids`, `attention_mask`, `labels`, [B, T] each; or of one without padding
-            `cu_seq_lens_q` as well, and no mask.
+        given: of a batch that TRL has padded `input_ids`, `attention_mask`, `labels`, [B, T] each; or of one without
+            padding `cu_seq_lens_q` as well, and no mask.
         longest: tokens of the longest sequence that attends to all of itself; `None` for no limit.
         shares_prompts: of a padded batch, where it pays.
 
@@ -80,8 +80,8 @@ def make_row(given: dict[str, Any], longest: int | None = None, *, shares_prompt
         prompts, starts_1N = [0] * len(counts), given["position_ids"] == 0
         if (given["labels"][starts_1N] != -100).any():
             raise ConfigConflictError(
-                "scoring a packed row: the labels of the data collator score the first token of a sequence, which follows no other. Set labels "
-                "to -100 where position_ids is 0, as TRL's collator does."
+                "scoring a packed row: the labels of the data collator score the first token of a sequence, which "
+                "follows no other. Set labels to -100 where position_ids is 0, as TRL's collator does."
             )
     else:
         return None

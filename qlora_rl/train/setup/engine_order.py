@@ -57,8 +57,8 @@ def why_not_shared(source: Source, rollout: str | RolloutEngine, share_base: boo
     if source.model is not None:
         if share_base is True:
             raise ConfigConflictError(
-                "reading the arguments: share_base=True, and the model is an object that is loaded already. Pass a prepared base, "
-                "a path or a name, or leave share_base out."
+                "reading the arguments: share_base=True, and the model is an object that is loaded already. Pass a "
+                "prepared base, a path or a name, or leave share_base out."
             )
         return "the model was passed as an object, which is loaded already"
     if rollout in ("server", "ray") or hasattr(rollout, "url"):
@@ -93,8 +93,8 @@ def make_pair(
         rollout: "colocate", "server", "ray", or the engine that was passed or connected to.
         share_base: "auto", True or False.
         peft_config: the adapter that will be made.
-        check: rejects an adapter by raising, and gives the reason why it needs an engine of its own, or ""; called before
-            the engine is started.
+        check: rejects an adapter by raising, and gives the reason why it needs an engine of its own, or ""; called
+            before the engine is started.
         start: starts an engine for adapters of this rank.
         reason: why it cannot be shared, if that is known already.
 

@@ -30,8 +30,8 @@ def check_whole(base: PreparedBase, share_base: bool | str) -> None:
         )
     if share_base is True:
         raise ConfigConflictError(
-            "reading the arguments: share_base=True, and the base itself is trained, under which the engine's must not move. Leave "
-            "share_base out."
+            "reading the arguments: share_base=True, and the base itself is trained, under which the engine's must not "
+            "move. Leave share_base out."
         )
 
 

@@ -1,7 +1,8 @@
 """`keep_on_host`: under gradient checkpointing the inputs of layers wait for the backward pass in host memory.
 
-transformers has the setting, `gradient_checkpointing_kwargs={"offload": True}`, and copies on the stream that computes. Here each copy
-has a stream of its own: an input goes out while its layer computes, and comes back while the layer after it is computed again.
+transformers has the setting, `gradient_checkpointing_kwargs={"offload": True}`, and copies on the stream that computes.
+Here each copy has a stream of its own: an input goes out while its layer computes, and comes back while the layer after
+it is computed again.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ class Copier(Protocol):
 class CudaCopier:
     """A stream for all copies, between the current device and pinned memory.
 
-    They are made in the order in which they begin, so a host copy is complete when it is fetched. torch's allocators know who uses
-    which memory: the device's tensors are allocated for the stream that computes, which waits for their copies.
+    They are made in the order in which they begin, so a host copy is complete when it is fetched. torch's allocators
+    know who uses which memory: the device's tensors are allocated for the stream that computes, which waits for their
+    copies.
     """
 
     device = "cuda"
@@ -111,8 +113,8 @@ class _Kept:
 class LayerInputs:
     """What is saved in a forward pass, on the host.
 
-    On the device are at any time the last input and the one before it: in the forward pass until its copy is made, in the backward pass
-    ahead of its use. The last input of all never leaves, as it is needed first.
+    On the device are at any time the last input and the one before it: in the forward pass until its copy is made, in
+    the backward pass ahead of its use. The last input of all never leaves, as it is needed first.
 
     Args:
         copier: between device and host.
@@ -155,7 +157,8 @@ class LayerInputs:
 
 
 def keep_on_host(model: Any, copier: Copier | None = None) -> None:
-    """Have `model.gradient_checkpointing_enable(...)`, whenever it is called with `offload`, keep layer inputs on the host this way.
+    """Have `model.gradient_checkpointing_enable(...)`, whenever it is called with `offload`, keep layer inputs on the
+    host this way.
 
     On the CPU nothing is copied: they are in host memory as it is.
 

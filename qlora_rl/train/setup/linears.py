@@ -1,8 +1,9 @@
 """`apply_linears`: on a CPU the trainer multiplies with 4-bit codes, by the kernel that the engine has.
 
-bitsandbytes decodes a weight into memory for each product, and torch reads it again; with a few hundred tokens that is a fifth of the product. The
-kernel decodes what fits into a cache. Forward it has the bits of an engine that multiplies codes, also with a bias; backward it adds up along the
-rows of the weight. What it does not take, bitsandbytes multiplies as ever.
+bitsandbytes decodes a weight into memory for each product, and torch reads it again; with a few hundred tokens that is
+a fifth of the product. The kernel decodes what fits into a cache. Forward it has the bits of an engine that multiplies
+codes, also with a bias; backward it adds up along the rows of the weight. What it does not take, bitsandbytes
+multiplies as ever.
 
 Letters: N tokens, I and O in- and out-features.
 """
@@ -58,7 +59,8 @@ class Coded:
         return found.view(*gradient.shape[:-1], columns)
 
     def _scales(self) -> torch.Tensor:
-        """As `exact_absmax`, by bitsandbytes' kernel. They are not kept from forward to backward: an eighth of the codes."""
+        """As `exact_absmax`, by bitsandbytes' kernel. They are not kept from forward to backward: an eighth of the
+        codes."""
         state = self.state
         if not state.nested:
             return state.absmax.float().flatten()
@@ -75,7 +77,8 @@ def apply_linears(model: torch.nn.Module) -> dict[str, Any]:
         model: with whole, frozen weights; not sharded.
 
     Returns:
-        For config.json: the instructions of the kernel and the number of linears that have it, or the reason why none has.
+        For config.json: the instructions of the kernel and the number of linears that have it, or the reason why none
+            has.
     """
     bnb = require_bitsandbytes()
     linears = [module for module in model.modules() if isinstance(module, bnb.nn.Linear4bit)]

@@ -48,8 +48,8 @@ class MemoryBudget:
         is_limit: the memory estimate had a limit.
 
     Args:
-        gpu_memory: "auto" (what is free on the card; no limit on the CPU) or GiB; on a GPU the size of a card, such as 24 or "24GB",
-            is what these cards have, less a reserve.
+        gpu_memory: "auto" (what is free on the card; no limit on the CPU) or GiB; on a GPU the size of a card, such as
+            24 or "24GB", is what these cards have, less a reserve.
         model: as the trainer takes it.
         args: TRL's config.
         peft_config: the adapter to make; `None` with a PeftModel.
@@ -60,7 +60,8 @@ class MemoryBudget:
         shared: trainer and engine hold one base.
         baked: the engine serves the baked base.
         has_engine: the trainer makes the engine.
-        rests: the engine generates nothing while the trainer works, so that it may sleep; before vLLM 0.31 only where it lends no base.
+        rests: the engine generates nothing while the trainer works, so that it may sleep; before vLLM 0.31 only where
+            it lends no base.
         padded: micro-batches keep their padding.
 
     Raises:
@@ -174,7 +175,8 @@ class MemoryBudget:
 
 
 def expects_full_weights(model: Any, peft_config: Any, sync: str, *, trust_remote_code: bool = False) -> bool:
-    """Full weights will be sent, as far as the arguments tell: then the engine holds the baked base next to the trainer's.
+    """Full weights will be sent, as far as the arguments tell: then the engine holds the baked base next to the
+    trainer's.
 
     Args:
         model: as the trainer takes it.
@@ -214,8 +216,8 @@ def _limit(gpu_memory: str | float, on_gpu: bool) -> float | None:
         if usable > total:
             said = f" of a card of {gpu_memory:g} GB" if usable != gpu_memory else ""
             raise ConfigConflictError(
-                f"reading the arguments: gpu_memory={gpu_memory} ({usable:.1f} GiB{said}) > {total:.1f} GiB, which the card has. Lower "
-                "it, or use 'auto'."
+                f"reading the arguments: gpu_memory={gpu_memory} ({usable:.1f} GiB{said}) > {total:.1f} GiB, which the "
+                "card has. Lower it, or use 'auto'."
             )
         if usable != gpu_memory and usable > total - RESERVE_GIB:
             logger.info(
@@ -279,7 +281,8 @@ def _attention(model: Any, args: GRPOConfig) -> str | None:
 
 
 def _sleeps(args: GRPOConfig, engine_options: dict[str, Any]) -> bool | None:
-    """The user has said that the engine sleeps between rollouts, or that it does not; `None` where it is left to the plan."""
+    """The user has said that the engine sleeps between rollouts, or that it does not; `None` where it is left to the
+    plan."""
     if engine_options.get("enable_sleep") is False:
         return False
     return True if args.vllm_enable_sleep_mode else None

@@ -66,7 +66,8 @@ def resolve_model(
     Args:
         model: hub name, checkpoint directory, prepared base, model object, or PeftModel.
         args: for `model_init_kwargs`, `trust_remote_code`.
-        quantization_config: BitsAndBytesConfig for a name or a plain checkpoint; NF4 with double quantisation when absent.
+        quantization_config: BitsAndBytesConfig for a name or a plain checkpoint; NF4 with double quantisation when
+            absent.
         peft_config: the adapter to make; required unless `model` is a PeftModel.
         processing_class: stored with a base that is made from a model object.
         is_whole: the base itself is trained (`train.whole`).
@@ -80,26 +81,26 @@ def resolve_model(
     is_peft = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
     if is_peft and peft_config is not None:
         raise ConfigConflictError(
-            "reading the model: it is a PeftModel and peft_config was passed too. Leave peft_config out to train its adapter on, "
-            "or pass the bare base with peft_config."
+            "reading the model: it is a PeftModel and peft_config was passed too. Leave peft_config out to train its "
+            "adapter on, or pass the bare base with peft_config."
         )
     if not is_peft and peft_config is None and not is_whole:
         raise ConfigConflictError(
-            "reading the model: peft_config=None and the model carries no adapter; a 4-bit base itself cannot be trained. Pass "
-            "peft_config=LoraConfig(r=16, target_modules='all-linear')"
+            "reading the model: peft_config=None and the model carries no adapter; a 4-bit base itself cannot be "
+            "trained. Pass peft_config=LoraConfig(r=16, target_modules='all-linear')"
             + ("; or, to train all weights of a base that is not 4-bit, sync='weights'." if takes_sync else ".")
         )
     if isinstance(model, str | os.PathLike):
         return _from_path(os.fspath(model), args, quantization_config, peft_config)
     if quantization_config is not None:
         raise ConfigConflictError(
-            "reading the model: quantization_config with a model object, which is quantised already or not at all. Pass it "
-            "where the model is loaded, or pass the model's name."
+            "reading the model: quantization_config with a model object, which is quantised already or not at all. "
+            "Pass it where the model is loaded, or pass the model's name."
         )
     if args.model_init_kwargs:
         raise ConfigConflictError(
-            f"reading the model: args.model_init_kwargs={args.model_init_kwargs!r} with a model object, which is loaded "
-            "already. Give them where the model is loaded, or pass the model's name."
+            f"reading the model: args.model_init_kwargs={args.model_init_kwargs!r} with a model object, which is "
+            "loaded already. Give them where the model is loaded, or pass the model's name."
         )
     if is_peft:
         _check_trainable(model, args, bool(getattr(args, "beta", 0.0)) if refers is None else refers)
@@ -112,7 +113,8 @@ def resolve_model(
 
 
 def base_of(model: Any, args: Any, processing_class: Any = None) -> PreparedBase:
-    """The prepared base of a model that is loaded already, written down with its own bytes; the model is frozen but for its adapter.
+    """The prepared base of a model that is loaded already, written down with its own bytes; the model is frozen but for
+    its adapter.
 
     Args:
         model: of transformers, or a PeftModel.
@@ -120,7 +122,8 @@ def base_of(model: Any, args: Any, processing_class: Any = None) -> PreparedBase
         processing_class: stored with the base; by default the tokenizer of the model's name.
 
     Raises:
-        ConfigConflictError: no tokenizer is found, its weights were lifted to float32, or its attention leaves something out.
+        ConfigConflictError: no tokenizer is found, its weights were lifted to float32, or its attention leaves
+            something out.
     """
     is_peft = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
     bare = model.get_base_model() if is_peft else model
@@ -147,7 +150,8 @@ def base_of(model: Any, args: Any, processing_class: Any = None) -> PreparedBase
 
 
 def check_cloned(args: Any, processing_class: Any, base: Path) -> None:
-    """Reject a `chat_template_path` of SFT with which TRL would resize the model: to the tokens of that tokenizer and its own.
+    """Reject a `chat_template_path` of SFT with which TRL would resize the model: to the tokens of that tokenizer and
+    its own.
 
     Raises:
         ConfigConflictError: says how to take the template alone.
@@ -161,9 +165,10 @@ def check_cloned(args: Any, processing_class: Any, base: Path) -> None:
     added = {each.content for each in AutoTokenizer.from_pretrained(path).added_tokens_decoder.values()} - set(known)
     if len(known) + len(added) != rows:
         raise ConfigConflictError(
-            f"reading the config: chat_template_path={path!r}: TRL would resize the model's embedding from {rows} to {len(known) + len(added)} rows, "
-            "one for each token of both tokenizers: another base, on which nothing could open the adapter. Take the template alone: write "
-            "AutoTokenizer.from_pretrained(...).chat_template into a file chat.jinja, and pass that."
+            f"reading the config: chat_template_path={path!r}: TRL would resize the model's embedding from {rows} to "
+            f"{len(known) + len(added)} rows, one for each token of both tokenizers: another base, on which nothing "
+            "could open the adapter. Take the template alone: write AutoTokenizer.from_pretrained(...).chat_template "
+            "into a file chat.jinja, and pass that."
         )
 
 
@@ -193,8 +198,8 @@ def _check_trainable(model: Any, args: Any, refers: bool) -> None:
         )
     if refers and name != "default":
         raise ConfigConflictError(
-            f"reading the PeftModel: beta={args.beta} and its adapter is called {name!r}; TRL makes the frozen reference of "
-            "an adapter called 'default' only. Load it under that name, or train by GRPO with beta=0."
+            f"reading the PeftModel: beta={args.beta} and its adapter is called {name!r}; TRL makes the frozen "
+            "reference of an adapter called 'default' only. Load it under that name, or train by GRPO with beta=0."
         )
     if refers and "ref" in model.peft_config:
         raise ConfigConflictError(
@@ -207,7 +212,8 @@ def _from_path(path: str, args: GRPOConfig, quantization_config: Any, peft_confi
     init = dict(args.model_init_kwargs or {})
     if quantization_config is not None and init.get("quantization_config") is not None:
         raise ConfigConflictError(
-            "reading the model: quantization_config is given twice, as an argument and in args.model_init_kwargs. Give it once."
+            "reading the model: quantization_config is given twice, as an argument and in args.model_init_kwargs. Give "
+            "it once."
         )
     config = quantization_config or init.pop("quantization_config", None)
     init.pop("quantization_config", None)
@@ -220,34 +226,35 @@ def _from_path(path: str, args: GRPOConfig, quantization_config: Any, peft_confi
     }
     if init:
         raise ConfigConflictError(
-            f"reading the model: args.model_init_kwargs holds {', '.join(sorted(init))}, which loading a base does not take. "
-            "Leave it out (attn_implementation, device_map, dtype, quantization_config, revision and trust_remote_code are "
-            "taken), or load the model yourself and pass it."
+            f"reading the model: args.model_init_kwargs holds {', '.join(sorted(init))}, which loading a base does not "
+            "take. Leave it out (attn_implementation, device_map, dtype, quantization_config, revision and "
+            "trust_remote_code are taken), or load the model yourself and pass it."
         )
     _check_attention(path, options["attn_implementation"], trust)
     if os.path.isfile(os.path.join(path, MANIFEST)):
         if config is not None:
             raise ConfigConflictError(
-                f"reading the model: quantization_config with the prepared base {path}, which is quantised already. Leave it "
-                "out, or pass the original model."
+                f"reading the model: quantization_config with the prepared base {path}, which is quantised already. "
+                "Leave it out, or pass the original model."
             )
         base = open_base(path)
         check_autocast(base.spec, args)
         if revision is not None or dtype not in (None, base.spec.compute_dtype):
             raise ConfigConflictError(
-                f"reading the model: revision={revision!r}, dtype={dtype!r} in args.model_init_kwargs with the prepared base "
-                f"{path}, which is one revision in {base.spec.compute_dtype}. Leave them out, or pass the original model."
+                f"reading the model: revision={revision!r}, dtype={dtype!r} in args.model_init_kwargs with the "
+                f"prepared base {path}, which is one revision in {base.spec.compute_dtype}. Leave them out, or pass "
+                "the original model."
             )
         _check_modules(path, base.spec, peft_config, trust)
     else:
         spec = spec_from_config(config, dtype)
         if spec.is_4bit and spec.compute_dtype == "float32":
             raise ConfigConflictError(
-                "reading the model: 4 bits with compute dtype float32 (the default of BitsAndBytesConfig), which vLLM's "
-                "kernels do not take. Set bnb_4bit_compute_dtype=torch.bfloat16."
+                "reading the model: 4 bits with compute dtype float32 (the default of BitsAndBytesConfig), which "
+                "vLLM's kernels do not take. Set bnb_4bit_compute_dtype=torch.bfloat16."
                 if dtype is None
-                else f"reading the model: 4 bits with dtype={dtype!r} in args.model_init_kwargs, which vLLM's kernels do not "
-                "take. Set dtype='bfloat16'."
+                else f"reading the model: 4 bits with dtype={dtype!r} in args.model_init_kwargs, which vLLM's kernels "
+                "do not take. Set dtype='bfloat16'."
             )
         if not _is_quantised(path, trust):  # else the checkpoint says in what it is held
             check_autocast(spec, args)
@@ -265,8 +272,8 @@ def _from_path(path: str, args: GRPOConfig, quantization_config: Any, peft_confi
         check_autocast(base.spec, args)
         if config is not None and base.spec.label != spec.label:
             raise ConfigConflictError(
-                f"reading the model: quantization_config asks for {spec.label} and {path} is {base.spec.label} already. Leave "
-                "quantization_config out, or pass the original model."
+                f"reading the model: quantization_config asks for {spec.label} and {path} is {base.spec.label} "
+                "already. Leave quantization_config out, or pass the original model."
             )
         logger.info("%s is held as %s in %s", path, base.spec.label, base)
     return Source(base, options={"trust_remote_code": trust, **options})
@@ -316,14 +323,16 @@ def check_autocast(spec: QuantSpec, args: Any) -> None:
     if not spec.is_4bit or spec.compute_dtype != "float16" or args.device.type != "cpu" or not args.bf16:
         return
     raise ConfigConflictError(
-        "reading the config: bf16=True multiplies in bfloat16 under autocast with a 4-bit base whose linears compute in float16, which "
-        "torch's autocast does not join on a CPU. Set bf16=False in the config; or take a base with compute dtype bfloat16 "
+        "reading the config: bf16=True multiplies in bfloat16 under autocast with a 4-bit base whose linears compute "
+        "in float16, which torch's autocast does not join on a CPU. Set bf16=False in the config; or take a base with "
+        "compute dtype bfloat16 "
         "(model_init_kwargs={'dtype': 'bfloat16'}, or prepare_base(..., compute_dtype='bfloat16'))."
     )
 
 
 def _is_quantised(path: str, trust_remote_code: bool) -> bool:
-    """A checkpoint that is quantised already; `False` too where its config cannot be read, which is said where it is prepared."""
+    """A checkpoint that is quantised already; `False` too where its config cannot be read, which is said where it is
+    prepared."""
     try:
         return getattr(read_config(path, trust_remote_code=trust_remote_code), "quantization_config", None) is not None
     except Exception:
@@ -360,7 +369,8 @@ def spec_from_config(config: Any, dtype: Any = None) -> QuantSpec:
     method = values.get("quant_method", "bitsandbytes")
     if str(getattr(method, "value", method)) != "bitsandbytes":
         raise UnsupportedQuantError(
-            f"reading quantization_config: {type(config).__name__} is not bitsandbytes. Use BitsAndBytesConfig(load_in_4bit=True)."
+            f"reading quantization_config: {type(config).__name__} is not bitsandbytes. Use "
+            "BitsAndBytesConfig(load_in_4bit=True)."
         )
     if values.get("load_in_8bit"):
         return QuantSpec("8bit")  # raises, with the way out
@@ -390,8 +400,8 @@ def _reject_lifted(model: Any) -> None:
         if parameter.dtype == torch.float32 and not parameter.requires_grad:
             raise ConfigConflictError(
                 f"reading the model: {name} is float32, its linears were quantised from {states[0].dtype}. "
-                "prepare_model_for_kbit_training lifts it; vLLM multiplies with the original. Leave that call out: what it is "
-                "needed for is done here.",
+                "prepare_model_for_kbit_training lifts it; vLLM multiplies with the original. Leave that call out: "
+                "what it is needed for is done here.",
                 module=name,
             )
 

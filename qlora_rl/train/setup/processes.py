@@ -1,4 +1,5 @@
-"""How the trainer is spread over processes, by accelerate; what of it is supported, and what the ranks must have in common."""
+"""How the trainer is spread over processes, by accelerate; what of it is supported, and what the ranks must have in
+common."""
 
 from __future__ import annotations
 
@@ -52,14 +53,15 @@ def check_processes(args: Any, doing: str, *, is_whole: bool = False) -> None:
     if sharding == "none":
         if zero.is_asked_for(args):
             raise NotYetSupportedError(
-                f"{doing}: one process under DeepSpeed, which has nothing to spread. Start it with plain python, or with num_processes of 2 "
-                "or more."
+                f"{doing}: one process under DeepSpeed, which has nothing to spread. Start it with plain python, or "
+                "with num_processes of 2 or more."
             )
         return
     if sharding not in SUPPORTED:
         raise NotYetSupportedError(
-            f"{doing}: {args.world_size} processes under {sharding}: of accelerate's ways to spread a trainer this version has DDP, FSDP1, FSDP2, "
-            "and DeepSpeed's ZeRO-2 and ZeRO-3. Start it with examples/accelerate/ddp.yaml, fsdp1.yaml, fsdp2.yaml, zero2.yaml or zero3.yaml."
+            f"{doing}: {args.world_size} processes under {sharding}: of accelerate's ways to spread a trainer this "
+            "version has DDP, FSDP1, FSDP2, and DeepSpeed's ZeRO-2 and ZeRO-3. Start it with "
+            "examples/accelerate/ddp.yaml, fsdp1.yaml, fsdp2.yaml, zero2.yaml or zero3.yaml."
         )
     if zero.is_asked_for(args):
         zero.settle(args, doing)
@@ -68,7 +70,8 @@ def check_processes(args: Any, doing: str, *, is_whole: bool = False) -> None:
 
 
 def _check_launch(args: Any, doing: str) -> None:
-    """Accelerate joins the processes that torch.distributed knows, and in the way that was asked for; on a CPU it does so only by DDP.
+    """Accelerate joins the processes that torch.distributed knows, and in the way that was asked for; on a CPU it does
+    so only by DDP.
 
     Raises:
         ConfigConflictError: and how to start it.
@@ -76,21 +79,21 @@ def _check_launch(args: Any, doing: str) -> None:
     is_joined = torch.distributed.is_available() and torch.distributed.is_initialized()
     seen = torch.distributed.get_world_size() if is_joined else 1
     on_cpu = (
-        "Without a GPU accelerate joins processes by DDP alone, where the config says use_cpu=True ([train] use_cpu = true): start it with "
-        "torchrun or examples/accelerate/ddp.yaml, or with plain python as one process."
+        "Without a GPU accelerate joins processes by DDP alone, where the config says use_cpu=True ([train] use_cpu = "
+        "true): start it with torchrun or examples/accelerate/ddp.yaml, or with plain python as one process."
     )
     if seen > args.world_size:
         way = "Start it with torchrun or `accelerate launch`." if torch.cuda.is_available() else on_cpu
         raise ConfigConflictError(
-            f"{doing}: torch.distributed has {seen} processes, and accelerate trains in {args.world_size} of them by itself: they would not be one "
-            f"training. {way}"
+            f"{doing}: torch.distributed has {seen} processes, and accelerate trains in {args.world_size} of them by "
+            f"itself: they would not be one training. {way}"
         )
     sharding = sharding_of(args)
     joined_as = getattr(getattr(args, "distributed_state", None), "distributed_type", "")
     if sharding not in ("none", "ddp") and str(getattr(joined_as, "value", joined_as)) == "MULTI_CPU":
         raise ConfigConflictError(
-            f"{doing}: {args.world_size} processes under {sharding} with use_cpu=True, of which accelerate makes DDP: each would hold the whole "
-            f"base. {on_cpu}"
+            f"{doing}: {args.world_size} processes under {sharding} with use_cpu=True, of which accelerate makes DDP: "
+            f"each would hold the whole base. {on_cpu}"
         )
 
 
@@ -103,9 +106,9 @@ def check_turns(args: Any, of_trl: Mapping[str, Any]) -> None:
     asks = [name for name in ("tools", "environment_factory", "rollout_func") if of_trl.get(name)]
     if asks and args.world_size > 1:
         raise NotYetSupportedError(
-            f"choosing the engine: {', '.join(asks)} with one engine for {args.world_size} processes: the number of turns differs from "
-            "process to process, and that engine is asked by all of them together. Use rollout='colocate' with vllm_tensor_parallel_size=1, which "
-            "gives each its own."
+            f"choosing the engine: {', '.join(asks)} with one engine for {args.world_size} processes: the number of "
+            "turns differs from process to process, and that engine is asked by all of them together. Use "
+            "rollout='colocate' with vllm_tensor_parallel_size=1, which gives each its own."
         )
 
 
@@ -124,14 +127,16 @@ def fit_for_sharding(source: Source, args: Any) -> Source:
     sharding = sharding_of(args)
     if sharding in _SHARDS_BASE and source.base.spec.quantize_experts:
         raise NotYetSupportedError(
-            f"sharding the base: experts in 4 bits under {sharding}: a rank would gather only the experts that its own tokens chose, and wait for "
-            "ranks that gather others. Train under DDP, or prepare the base with its experts in 16 bits (quantize_experts=False)."
+            f"sharding the base: experts in 4 bits under {sharding}: a rank would gather only the experts that its own "
+            "tokens chose, and wait for ranks that gather others. Train under DDP, or prepare the base with its "
+            "experts in 16 bits (quantize_experts=False)."
         )
     if sharding.startswith("zero"):
         zero.check_dtype(args, source.base.spec.compute_dtype)
     if not sharding.startswith("fsdp") or not source.base.spec.is_4bit:
         return source
-    # FSDP1 takes floats only; FSDP2 casts what it gathers to the dtype of the mixed precision: codes that are of it already stay what they are.
+    # FSDP1 takes floats only; FSDP2 casts what it gathers to the dtype of the mixed precision: codes that are of it
+    # already stay what they are.
     is_half = args.fp16 or os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16"
     return replace(source, float_storage=torch.float16 if is_half else torch.bfloat16)
 
@@ -146,14 +151,15 @@ def check_common_base(digest: str) -> None:
     other = next((rank for rank, each in enumerate(digests) if each != digests[0]), None)
     if other is not None:
         raise BaseMismatchError(
-            f"comparing the bases of the ranks: rank {other} holds {digests[other][:12]}, rank 0 {digests[0][:12]}. Let all of them load "
-            "one base made by `qlora-rl prepare`."
+            f"comparing the bases of the ranks: rank {other} holds {digests[other][:12]}, rank 0 {digests[0][:12]}. "
+            "Let all of them load one base made by `qlora-rl prepare`."
         )
 
 
 @torch.no_grad()
 def begin_alike(model: Any) -> None:
-    """What is trained begins on all ranks as on rank 0; the frozen base, which each of them has verified, stays where it is.
+    """What is trained begins on all ranks as on rank 0; the frozen base, which each of them has verified, stays where
+    it is.
 
     DDP would send all of it to everybody when it wraps the model, and write over tensors that may be the engine's.
     """

@@ -1,4 +1,5 @@
-"""Starts of twice the rank (`adapter.start`) under a trainer: asked for early, begun when TRL has made the adapter, kept up at each step."""
+"""Starts of twice the rank (`adapter.start`) under a trainer: asked for early, begun when TRL has made the adapter,
+kept up at each step."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ def settle(model: Any, peft_config: Any) -> tuple[Any, Any]:
     if ranks().size > 1 and (wanted is not None or held is not None):
         word = held.kind if wanted is None else wanted.init_lora_weights
         raise NotYetSupportedError(
-            f"reading the adapter: its start {word!r} keeps halves of it fixed, which is not done across {ranks().size} processes. Train in "
-            "one, or use init_lora_weights=True."
+            f"reading the adapter: its start {word!r} keeps halves of it fixed, which is not done across "
+            f"{ranks().size} processes. Train in one, or use init_lora_weights=True."
         )
     return plain, wanted
 

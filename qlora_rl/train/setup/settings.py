@@ -1,4 +1,5 @@
-"""What a caller's GRPOConfig, RLOOConfig or OnlineDPOConfig means for our engine, and where it contradicts the other arguments."""
+"""What a caller's GRPOConfig, RLOOConfig or OnlineDPOConfig means for our engine, and where it contradicts the other
+arguments."""
 
 from __future__ import annotations
 
@@ -41,8 +42,8 @@ _BUILD_FIELDS = (
 )
 # `recommend --toml` writes it into every file, which may then be run with a server.
 _LEFT_OUT = {
-    "vllm_max_model_length": "leave it out, in a run's file or by --set train.vllm_max_model_length=none; the limit is that of the engine; a server gets it "
-    "by `qlora-rl serve --max-model-length`"
+    "vllm_max_model_length": "leave it out, in a run's file or by --set train.vllm_max_model_length=none; the limit is "
+    "that of the engine; a server gets it by `qlora-rl serve --max-model-length`"
 }
 # Sampling arguments that a rollout cannot leave to the caller, and why.
 _OWN_SAMPLING = {
@@ -80,7 +81,8 @@ def as_one(rollout: Any) -> Any:
 
 
 def default_args(config: type[Args], directory: str, **fields: Any) -> Args:
-    """The config of a trainer that was given none, which must run without a GPU too. One that was given stays as it is."""
+    """The config of a trainer that was given none, which must run without a GPU too. One that was given stays as it
+    is."""
     return config(directory, use_cpu=not torch.cuda.is_available(), **fields)
 
 
@@ -95,7 +97,8 @@ def own_copy(args: GRPOConfig) -> GRPOConfig:
 
 @contextmanager
 def told_no_vllm(args: GRPOConfig, reward_funcs: list[Any]) -> Iterator[None]:
-    """While TRL's `__init__` runs: it would build its own VLLMGeneration and feed vLLM's sampling arguments to transformers."""
+    """While TRL's `__init__` runs: it would build its own VLLMGeneration and feed vLLM's sampling arguments to
+    transformers."""
     wishes = {name: getattr(args, name) for name in ("use_vllm", "generation_kwargs", "model_init_kwargs")}
     args.use_vllm, args.generation_kwargs = False, None
     if not any(isinstance(reward, str) for reward in reward_funcs):  # TRL loads reward models with these
@@ -116,30 +119,31 @@ def check(args: GRPOConfig, rollout: str | list[str] | RolloutEngine) -> None:
     """
     if isinstance(rollout, list | tuple):
         raise ConfigConflictError(
-            f"choosing the engine: rollout={list(rollout)!r}: several engines are several URLs of `qlora-rl serve`. Pass "
-            "['http://a:8000', 'http://b:8000'], or 'colocate'."
+            f"choosing the engine: rollout={list(rollout)!r}: several engines are several URLs of `qlora-rl serve`. "
+            "Pass ['http://a:8000', 'http://b:8000'], or 'colocate'."
         )
     if isinstance(rollout, str) and rollout not in STARTED and not is_url(rollout):
         raise ConfigConflictError(
-            f"choosing the engine: rollout={rollout!r} is none of 'colocate' (vLLM in this process), 'server' (one is started next to "
-            "it), 'ray' (in actors of a Ray cluster), a URL such as 'http://127.0.0.1:8000' (or several, in a list), or an engine object."
+            f"choosing the engine: rollout={rollout!r} is none of 'colocate' (vLLM in this process), 'server' (one is "
+            "started next to it), 'ray' (in actors of a Ray cluster), a URL such as 'http://127.0.0.1:8000' (or "
+            "several, in a list), or an engine object."
         )
     if args.world_size > 1 and hasattr(rollout, "url"):
         raise ConfigConflictError(
-            f"choosing the engine: rollout is a {type(rollout).__name__}, which each of {args.world_size} processes would own. Pass the "
-            "URL, or 'ray': rank 0 connects to it, or starts it, for all."
+            f"choosing the engine: rollout is a {type(rollout).__name__}, which each of {args.world_size} processes "
+            "would own. Pass the URL, or 'ray': rank 0 connects to it, or starts it, for all."
         )
     if not isinstance(rollout, str) and not isinstance(rollout, RolloutEngine):
         raise ConfigConflictError(
-            f"choosing the engine: rollout is a {type(rollout).__name__}. Pass 'colocate' or an engine (LocalEngine, or any "
-            "object with its methods)."
+            f"choosing the engine: rollout is a {type(rollout).__name__}. Pass 'colocate' or an engine (LocalEngine, "
+            "or any object with its methods)."
         )
     changed = [name for name in _SERVER_FIELDS if _is_set(args, name)]
     reasons = []
     if args.vllm_mode != "colocate":
         reasons.append(
-            f"vllm_mode={args.vllm_mode!r}: leave it out. rollout='server' starts a server next to the trainer, rollout='http://host:port' asks one of "
-            "`qlora-rl serve`"
+            f"vllm_mode={args.vllm_mode!r}: leave it out. rollout='server' starts a server next to the trainer, "
+            "rollout='http://host:port' asks one of `qlora-rl serve`"
         )
     if changed:
         reasons.append(
@@ -149,7 +153,8 @@ def check(args: GRPOConfig, rollout: str | list[str] | RolloutEngine) -> None:
         for name in _BUILD_FIELDS:
             if _is_set(args, name):
                 reasons.append(
-                    f"{name}={getattr(args, name)!r} with an engine object or a URL: {_LEFT_OUT.get(name, 'set it where the engine is made')}"
+                    f"{name}={getattr(args, name)!r} with an engine object or a URL: "
+                    f"{_LEFT_OUT.get(name, 'set it where the engine is made')}"
                 )
     taken = sorted(set(args.generation_kwargs or {}) & set(_OWN_SAMPLING))
     if taken:
@@ -162,13 +167,15 @@ def check(args: GRPOConfig, rollout: str | list[str] | RolloutEngine) -> None:
         given = (args.generation_kwargs or {}).get(name, getattr(args, field))
         if given != getattr(args, field):
             reasons.append(
-                f"generation_kwargs sets {name}={given!r}, and the trainer computes with {field}={getattr(args, field)!r}: set {field} alone"
+                f"generation_kwargs sets {name}={given!r}, and the trainer computes with "
+                f"{field}={getattr(args, field)!r}: set {field} alone"
             )
     corrects = getattr(args, "vllm_importance_sampling_correction", False)  # GRPO alone
     if corrects and args.vllm_importance_sampling_mode not in _CORRECTIONS:
         # TRL says so only after the first rollout.
         reasons.append(
-            f"vllm_importance_sampling_mode={args.vllm_importance_sampling_mode!r}: use one of {', '.join(_CORRECTIONS)}"
+            f"vllm_importance_sampling_mode={args.vllm_importance_sampling_mode!r}: use one of "
+            f"{', '.join(_CORRECTIONS)}"
         )
     if getattr(args, "use_transformers_continuous_batching", False):
         reasons.append("use_transformers_continuous_batching=True: rollouts come from vLLM here, leave it out")
@@ -187,7 +194,8 @@ def check(args: GRPOConfig, rollout: str | list[str] | RolloutEngine) -> None:
 
 
 def check_logprobs(args: GRPOConfig, rollout: str | list[str] | RolloutEngine, rollout_func: Any) -> None:
-    """Reject settings of importance sampling with an engine without logprobs; TRL's defaults and ours are not taken for a wish.
+    """Reject settings of importance sampling with an engine without logprobs; TRL's defaults and ours are not taken for
+    a wish.
 
     Raises:
         ConfigConflictError: names what was chosen.
@@ -200,14 +208,15 @@ def check_logprobs(args: GRPOConfig, rollout: str | list[str] | RolloutEngine, r
     chosen = [n for n in names if _is_set(args, n) and (n not in CORRECTION or getattr(args, n) != CORRECTION[n])]
     if chosen:
         raise ConfigConflictError(
-            f"reading the config: {', '.join(f'{name}={getattr(args, name)!r}' for name in chosen)}: importance sampling needs the "
-            f"logprobs of sampled tokens, and {rollout.capabilities().name} gives no logprobs. Leave it out, or set "
-            "vllm_importance_sampling_correction=False."
+            f"reading the config: {', '.join(f'{name}={getattr(args, name)!r}' for name in chosen)}: importance "
+            f"sampling needs the logprobs of sampled tokens, and {rollout.capabilities().name} gives no logprobs. "
+            "Leave it out, or set vllm_importance_sampling_correction=False."
         )
 
 
 def check_sampling(args: GRPOConfig, rollout: str | list[str] | RolloutEngine) -> None:
-    """vLLM takes the sampling arguments; asked where it is installed, and, with an engine elsewhere, where `generation_kwargs` are set.
+    """vLLM takes the sampling arguments; asked where it is installed, and, with an engine elsewhere, where
+    `generation_kwargs` are set.
 
     Raises:
         ConfigConflictError: what vLLM says of them; or a temperature with which nothing is learned.
@@ -215,8 +224,8 @@ def check_sampling(args: GRPOConfig, rollout: str | list[str] | RolloutEngine) -
     temperature = args.temperature
     if isinstance(temperature, int | float) and temperature <= 0:  # what is no number vLLM rejects
         raise ConfigConflictError(
-            f"reading the config: temperature={temperature:g} is greedy: all completions of a prompt are the same, and nothing can be "
-            "learned. Set it above 0."
+            f"reading the config: temperature={temperature:g} is greedy: all completions of a prompt are the same, and "
+            "nothing can be learned. Set it above 0."
         )
     if isinstance(rollout, str | list):
         is_asked = rollout == "colocate" or bool(
@@ -237,8 +246,8 @@ def check_sampling(args: GRPOConfig, rollout: str | list[str] | RolloutEngine) -
             return
         extra = f" (generation_kwargs={args.generation_kwargs!r})" if args.generation_kwargs else ""
         raise ConfigConflictError(
-            f"reading the config: vLLM rejects the sampling arguments{extra}: {error.__cause__ or error}. Correct them; generation_kwargs "
-            "takes fields of vLLM's SamplingParams."
+            f"reading the config: vLLM rejects the sampling arguments{extra}: {error.__cause__ or error}. Correct "
+            "them; generation_kwargs takes fields of vLLM's SamplingParams."
         ) from error
 
 
@@ -260,30 +269,33 @@ def check_datasets(*datasets: Any, why: str = "this trainer takes text prompts o
 
 
 def check_prompts(args: Any, *datasets: Any) -> None:
-    """Every dataset has the column that all online trainers read, in every row; a stream may not say which columns it has.
+    """Every dataset has the column that all online trainers read, in every row; a stream may not say which columns it
+    has.
 
     Raises:
-        ConfigConflictError: names the columns that there are, the row without a prompt, or columns that reward functions cannot be given.
+        ConfigConflictError: names the columns that there are, the row without a prompt, or columns that reward
+            functions cannot be given.
     """
     for part in _parts(datasets):
         columns = getattr(part, "column_names", None)
         taken = [name for name in _OF_REWARDS if name in (columns or ())]
         if taken and not args.remove_unused_columns:
             raise ConfigConflictError(
-                f"reading the dataset: its columns {', '.join(taken)} have names of arguments that TRL gives reward functions itself. Rename them: "
-                f"dataset.rename_column({taken[0]!r}, 'given_{taken[0]}'), or in a run's file [data] columns."
+                f"reading the dataset: its columns {', '.join(taken)} have names of arguments that TRL gives reward "
+                f"functions itself. Rename them: dataset.rename_column({taken[0]!r}, 'given_{taken[0]}'), or in a "
+                "run's file [data] columns."
             )
         if columns and "prompt" not in columns:
             raise ConfigConflictError(
-                f"reading the dataset: it has no column prompt, but {', '.join(sorted(columns))}. Rename the one that holds the prompts: "
-                "dataset.rename_column(name, 'prompt')."
+                f"reading the dataset: it has no column prompt, but {', '.join(sorted(columns))}. Rename the one that "
+                "holds the prompts: dataset.rename_column(name, 'prompt')."
             )
         if columns and hasattr(part, "select_columns") and hasattr(part, "__len__"):
             prompts = part.select_columns(["prompt"]).with_format("arrow")[:]["prompt"]
             if prompts.null_count:
                 raise ConfigConflictError(
-                    f"reading the dataset: row {prompts.is_null().to_pylist().index(True)} has no prompt. Fill it in, or remove the row: "
-                    "dataset.filter(lambda row: row['prompt'] is not None)."
+                    f"reading the dataset: row {prompts.is_null().to_pylist().index(True)} has no prompt. Fill it in, "
+                    "or remove the row: dataset.filter(lambda row: row['prompt'] is not None)."
                 )
 
 
@@ -299,13 +311,14 @@ def check_template(processing_class: Any, *datasets: Any) -> None:
     for part in _parts(datasets):
         if hasattr(part, "__len__") and len(part) and _is_talk(part[0].get("prompt")):
             raise ConfigConflictError(
-                "reading the dataset: its prompts are messages, and the base has no chat template. Pass text prompts, or a tokenizer with a "
-                "template as processing_class."
+                "reading the dataset: its prompts are messages, and the base has no chat template. Pass text prompts, "
+                "or a tokenizer with a template as processing_class."
             )
 
 
 def rendered(dataset_kwargs: Any, *datasets: Any) -> list[Any]:
-    """The datasets of SFT whose messages TRL renders: it leaves those with tokens as they are, and all where `dataset_kwargs` say so."""
+    """The datasets of SFT whose messages TRL renders: it leaves those with tokens as they are, and all where
+    `dataset_kwargs` say so."""
     if isinstance(dataset_kwargs, Mapping) and dataset_kwargs.get("skip_prepare_dataset"):
         return []
     return [part for part in _parts(datasets) if "input_ids" not in (getattr(part, "column_names", None) or ())]
@@ -314,11 +327,13 @@ def rendered(dataset_kwargs: Any, *datasets: Any) -> list[Any]:
 def check_messages(
     processing_class: Any, *datasets: Any, given: Mapping[str, Any] | None = None, is_online: bool = True
 ) -> None:
-    """The chat template takes the messages: those of the first rows are rendered, of each sequence of roles one. A stream is not looked at.
+    """The chat template takes the messages: those of the first rows are rendered, of each sequence of roles one. A
+    stream is not looked at.
 
     Args:
         processing_class: a tokenizer or a processor.
-        given: arguments of the chat template; those of a row come from its columns `chat_template_kwargs` and `tools`, as TRL has it.
+        given: arguments of the chat template; those of a row come from its columns `chat_template_kwargs` and `tools`,
+            as TRL has it.
         is_online: the prompts alone are rendered, and completions sampled.
 
     Raises:
@@ -335,7 +350,8 @@ def check_messages(
             row = rows[number]
             if isinstance(prompt := row.get("prompt"), list) and not _is_talk(prompt):
                 raise ConfigConflictError(
-                    f"reading the dataset: the prompt of row {number} is a list, but not of messages: {reprlib.repr(prompt)}. Pass a text, or messages: "
+                    f"reading the dataset: the prompt of row {number} is a list, but not of messages: "
+                    f"{reprlib.repr(prompt)}. Pass a text, or messages: "
                     "[{'role': 'user', 'content': '...'}]."
                 )
             for name, messages, asks in _talks(row, is_online):
@@ -353,13 +369,13 @@ def check_messages(
                 except Exception as error:  # jinja's, or whatever else a template comes to
                     roles = ", ".join(map(str, shape[1:]))
                     system = (
-                        " A template without a system role takes the instruction in the user's message: in a run's file [data] prompt_template "
-                        "in place of system_prompt."
+                        " A template without a system role takes the instruction in the user's message: in a run's "
+                        "file [data] prompt_template in place of system_prompt."
                     )
                     raise ConfigConflictError(
-                        f"reading the dataset: the chat template does not take the {name} of row {number}, whose roles are {roles}: "
-                        f"{type(error).__name__}: {error}. Change the messages to what it takes, or use another template (processing_class)."
-                        f"{system if 'system' in shape else ''}"
+                        f"reading the dataset: the chat template does not take the {name} of row {number}, whose roles "
+                        f"are {roles}: {type(error).__name__}: {error}. Change the messages to what it takes, or use "
+                        f"another template (processing_class).{system if 'system' in shape else ''}"
                     ) from error
 
 
@@ -383,14 +399,15 @@ def _tools(given: Any) -> Any:
 
 
 def why_no_step(args: Any, dataset: Any) -> str:
-    """Why TRL's sampler, which leaves out a batch of prompts that is not whole, gives none; empty where it gives some."""
+    """Why TRL's sampler, which leaves out a batch of prompts that is not whole, gives none; empty where it gives
+    some."""
     size = getattr(args, "generation_batch_size", None)
     if not size or not hasattr(dataset, "__len__") or len(dataset) >= (needed := size // args.num_generations):
         return ""
     return (
-        f"the dataset has {len(dataset)} rows, and a batch takes {needed} prompts (generation_batch_size={size}, num_generations="
-        f"{args.num_generations}): not one step will be made. Pass more rows, or lower per_device_train_batch_size or "
-        "gradient_accumulation_steps"
+        f"the dataset has {len(dataset)} rows, and a batch takes {needed} prompts (generation_batch_size={size}, "
+        f"num_generations={args.num_generations}): not one step will be made. Pass more rows, or lower "
+        "per_device_train_batch_size or gradient_accumulation_steps"
     )
 
 
@@ -400,8 +417,8 @@ def _parts(datasets: Sequence[Any]) -> list[Any]:
 
 
 def check_processor(processing_class: Any, base: Path, *, is_given: bool) -> None:
-    """Reject a tokenizer with tokens that the base has no embedding for, and an image processor that is not the one stored with the base, with
-    which the engine processes images.
+    """Reject a tokenizer with tokens that the base has no embedding for, and an image processor that is not the one
+    stored with the base, with which the engine processes images.
 
     Args:
         is_given: it was passed to the trainer; else it is the one stored with the base.
@@ -423,15 +440,17 @@ def check_processor(processing_class: Any, base: Path, *, is_given: bool) -> Non
     differs = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
     if differs:
         raise ConfigConflictError(
-            f"reading processing_class: its image processor differs from the one stored with the base in {', '.join(differs)}, and the engine uses "
-            "that. Leave processing_class out, or prepare the base with it: prepare_base(model, tokenizer=processor)."
+            "reading processing_class: its image processor differs from the one stored with the base in "
+            f"{', '.join(differs)}, and the engine uses that. Leave processing_class out, or prepare the base with it: "
+            "prepare_base(model, tokenizer=processor)."
         )
 
 
 def reject_images(columns: Sequence[str], why: str) -> NoReturn:
     """Raise `NotYetSupportedError`."""
     raise NotYetSupportedError(
-        f"reading the dataset: its column {', '.join(columns)} holds images, and {why}. Remove the column and use text prompts."
+        f"reading the dataset: its column {', '.join(columns)} holds images, and {why}. Remove the column and use text "
+        "prompts."
     )
 
 

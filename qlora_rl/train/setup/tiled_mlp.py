@@ -1,11 +1,12 @@
 """`tile_layers`: MLPs and norms of the layers work on a tile of tokens at a time, forward and backward.
 
-An MLP keeps several tensors of its inner width for every token, and a norm two of the hidden size in float32: most of what a layer computes
-under gradient checkpointing. Tokens do not depend on each other there, so a few thousand at a time do. In the backward pass each tile is
-computed again before its gradients are, which for a norm is little against the products of a layer. The layer is computed again by
-checkpointing as far as the input of its MLP, where that is the last thing that it saves. Nobody reads what an MLP gives when it is computed again, so
-the product of its last linear is left out then: a third of its weights, and one product fewer than without tiles.
-Where a norm follows the MLP (Gemma), its forward is computed once more. Weights are decoded once for each tile.
+An MLP keeps several tensors of its inner width for every token, and a norm two of the hidden size in float32: most of
+what a layer computes under gradient checkpointing. Tokens do not depend on each other there, so a few thousand at a
+time do. In the backward pass each tile is computed again before its gradients are, which for a norm is little against
+the products of a layer. The layer is computed again by checkpointing as far as the input of its MLP, where that is the
+last thing that it saves. Nobody reads what an MLP gives when it is computed again, so the product of its last linear is
+left out then: a third of its weights, and one product fewer than without tiles. Where a norm follows the MLP (Gemma),
+its forward is computed once more. Weights are decoded once for each tile.
 
 N tokens, H hidden size.
 """
@@ -33,8 +34,8 @@ logger = logging.getLogger(__name__)
 def tile_layers(model: Any, tokens: int | None = None) -> str:
     """Have MLPs and norms of a model work in tiles where they get more tokens than that.
 
-    With gradients it is done while checkpointing is on. The gradients of an MLP's adapter are sums over tokens, which are now added
-    up tile by tile in float32; nothing else is split.
+    With gradients it is done while checkpointing is on. The gradients of an MLP's adapter are sums over tokens, which
+    are now added up tile by tile in float32; nothing else is split.
 
     Args:
         model: with plain LoRA on its MLPs, or none.
@@ -110,7 +111,8 @@ class _Tiled:
         self._is_told = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Tiled:
-        """With a copy of the module alone, as PEFT makes it of what it trains, the layer stays the one that it is in."""
+        """With a copy of the module alone, as PEFT makes it of what it trains, the layer stays the one that it is
+        in."""
         new = object.__new__(type(self))
         memo[id(self)] = new
         new._layer, new._numbers, new._is_told = memo.get(id(self._layer), self._layer), self._numbers, self._is_told
@@ -119,7 +121,8 @@ class _Tiled:
         return new
 
     def __call__(self, x: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
-        """x [..., H]; the same shape comes back. With anything else given, which may be of all tokens, the module stays whole."""
+        """x [..., H]; the same shape comes back. With anything else given, which may be of all tokens, the module stays
+        whole."""
         if more or named or x.shape[:-1].numel() <= self.rows(x) or self._is_watched():
             return self._whole(x, *more, **named)
         trained = [p for p in self._module.parameters() if p.requires_grad]
@@ -172,7 +175,8 @@ class _Tiled:
             return self._whole(tile)
 
     def again(self, tile: torch.Tensor, autocast: Callable[[], AbstractContextManager[Any]]) -> torch.Tensor:
-        """As `whole`, with the same gradients; the numbers are not to be read, where the last linear could be left out."""
+        """As `whole`, with the same gradients; the numbers are not to be read, where the last linear could be left
+        out."""
         linear = getattr(self._last, "base_layer", self._last)
         if linear is None or not _can_be_unread(linear):
             return self.whole(tile, autocast)
@@ -272,7 +276,8 @@ def _can_be_unread(linear: Any) -> bool:
 
 
 def _unread(linear: Any, coded: Coded | None, x: torch.Tensor) -> torch.Tensor:
-    """A frozen linear's place in the graph without its product: x [..., I] gives zeros [..., O], in the dtype of its output."""
+    """A frozen linear's place in the graph without its product: x [..., I] gives zeros [..., O], in the dtype of its
+    output."""
     dtype, state = x.dtype, None
     if type(linear) is not torch.nn.Linear:
         # Of parameters that FSDP makes bitsandbytes keeps it in the module.

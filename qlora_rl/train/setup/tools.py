@@ -105,16 +105,16 @@ def check_template(tokenizer: Any, model: str) -> str | None:
 
     if not supports_tool_calling(tokenizer):
         raise ConfigConflictError(
-            f"reading the run: [tools] and [environment]: the chat template of {model} shows no tool calls. Use a model that was trained "
-            "with tools, such as Qwen3."
+            f"reading the run: [tools] and [environment]: the chat template of {model} shows no tool calls. Use a "
+            "model that was trained with tools, such as Qwen3."
         )
     if not any(getattr(tokenizer, name, None) for name in ("response_template", "response_schema")):
         try:
             add_response_schema(tokenizer)
         except ValueError as error:
             raise ConfigConflictError(
-                f"reading the run: [tools] and [environment]: TRL does not know how the model {model} writes a tool call: {error} Set "
-                "response_template of its tokenizer, and save it."
+                f"reading the run: [tools] and [environment]: TRL does not know how the model {model} writes a tool "
+                f"call: {error} Set response_template of its tokenizer, and save it."
             ) from error
     return None if is_chat_template_prefix_preserving(tokenizer) else get_training_chat_template(tokenizer)
 
@@ -146,6 +146,7 @@ def _check_schema(tool: Callable[..., Any], use: str) -> list[str]:
     except Exception as error:  # transformers has several classes, and inspect its own
         why = " ".join(str(error).split())
         return [
-            f"'{use}': {why.rstrip('.')}. TRL needs type hints, and a docstring with a line for each argument under Args:"
+            f"'{use}': {why.rstrip('.')}. TRL needs type hints, and a docstring with a line for each argument under "
+            "Args:"
         ]
     return []

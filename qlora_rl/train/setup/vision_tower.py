@@ -1,7 +1,8 @@
 """`apply_tower`: the vision tower of a model of which only the language part is trained.
 
-Gradient checkpointing has transformers require gradients of every embedding, that of a tower's patches too: the frozen tower would keep what its
-backward pass needs, and make one that ends nowhere. And it fails at a batch without a single image.
+Gradient checkpointing has transformers require gradients of every embedding, that of a tower's patches too: the frozen
+tower would keep what its backward pass needs, and make one that ends nowhere. And it fails at a batch without a single
+image.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ _BEFORE = "_qlora_rl_grad_before"
 
 
 def apply_tower(model: torch.nn.Module) -> None:
-    """Run what is outside the language model without gradients where nothing of it is trained, and none of them where no row has an image.
+    """Run what is outside the language model without gradients where nothing of it is trained, and none of them where
+    no row has an image.
 
     Args:
         model: the bare transformers model; one for text alone stays as it is.

@@ -1,6 +1,8 @@
-"""Python runs this first in every process below `test_launched.py`. In a rank of the command it stands in for what the test cannot pass:
+"""Python runs this first in every process below `test_launched.py`. In a rank of the command it stands in for what the
+test cannot pass:
 
-that the CPU is an accelerator, as accelerate wants for FSDP and DeepSpeed, and a note of what the rank's engine holds after each push.
+that the CPU is an accelerator, as accelerate wants for FSDP and DeepSpeed, and a note of what the rank's engine holds
+after each push.
 """
 
 import json
