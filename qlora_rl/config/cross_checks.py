@@ -108,10 +108,10 @@ def _of_other_methods(said: _Said) -> Iterator[Finding]:
             if said.method not in (options(held)[name][1].methods or METHODS):
                 yield Finding(
                     f"[{table}] {name}",
-                    f"is of {', '.join(options(held)[name][1].methods)}, not of method = '{said.method}'. Leave it out",
+                    f"belongs to {', '.join(options(held)[name][1].methods)}, not to method = '{said.method}'. Remove it",
                 )
     if said.rewards and not method.scores:
-        yield Finding("[[rewards]]", f"method = '{said.method}' scores no completions. Leave it out")
+        yield Finding("[[rewards]]", f"method = '{said.method}' scores no completions. Remove this table")
     if method.scores and not said.rewards and said.get("environment", "use") is None:  # which may have get_reward
         yield Finding(
             "[[rewards]]",
@@ -125,29 +125,36 @@ def _adapter(said: _Said) -> Iterator[Finding]:
     if start is not None:
         for name in lora:
             yield Finding(
-                f"[adapter] {name}", "together with start_from, whose adapter brings its own. Leave one of them out"
+                f"[adapter] {name}", "cannot be combined with start_from, whose adapter has its own. Remove one of them"
             )
     if kind == "none":
         for name in [*lora, *(["start_from"] if start is not None else [])]:
             yield Finding(
-                f"[adapter] {name}", "together with kind = 'none', which trains no adapter. Leave one of them out"
+                f"[adapter] {name}",
+                "cannot be combined with kind = 'none', which trains no adapter. Remove one of them",
             )
         if said.get("base", "quant") != "none":
             yield Finding(
-                "[adapter] kind", "'none' with a 4-bit base, which cannot be trained itself. Set [base] quant = 'none'"
+                "[adapter] kind",
+                "'none' trains the base itself, and a 4-bit base cannot be trained. Set [base] quant = 'none'",
             )
         if said.get("run", "gpu_memory") != "auto":
-            yield Finding("[run] gpu_memory", "with [adapter] kind = 'none', whose memory is not planned. Leave it out")
+            yield Finding(
+                "[run] gpu_memory", "the memory of a run with [adapter] kind = 'none' cannot be planned. Remove it"
+            )
         if said.method and not METHODS[said.method].samples:
-            yield Finding("[adapter] kind", f"'none' with method = '{said.method}', which trains adapters only")
+            yield Finding("[adapter] kind", f"method = '{said.method}' trains adapters only. Use kind = 'lora'")
         elif said.get("sync", "how") != "weights":
-            yield Finding("[adapter] kind", "'none': all weights are synced. Set [sync] how = 'weights'")
+            yield Finding(
+                "[adapter] kind",
+                "with 'none' all weights are trained and have to be synced. Set [sync] how = 'weights'",
+            )
     if said.get("sync", "how") == "lora_adapter":
         for name in ("use_dora", "modules_to_save"):
             if said.get("adapter", name):
                 yield Finding(
                     "[sync] how",
-                    f"'lora_adapter' with [adapter] {name}, which cannot be synced alone. Use 'weights' or 'auto'",
+                    f"an adapter with {name} cannot be synced alone, as 'lora_adapter' asks. Use 'weights' or 'auto'",
                 )
 
 
@@ -155,7 +162,7 @@ def _base(said: _Said) -> Iterator[Finding]:
     if said.get("base", "quant") != "none" and said.get("base", "compute_dtype") == "float32":
         yield Finding(
             "[base] compute_dtype",
-            f"'float32' with quant = {show(said.get('base', 'quant'))}, which vLLM's kernels do not take. Use "
+            f"vLLM's 4-bit kernels (quant = {show(said.get('base', 'quant'))}) do not compute in float32. Use "
             "'bfloat16'",
         )
 
@@ -168,22 +175,29 @@ def _rollout(said: _Said) -> Iterator[Finding]:
         for name in _ENGINE:
             if name in changed:
                 yield Finding(
-                    f"[rollout] {name}", "together with URLs: set it where that server is started. Leave it out"
+                    f"[rollout] {name}",
+                    "a server that runs already (where is a URL) got this when it was started. Remove it here",
                 )
     elif "api_key_file" in changed:
-        yield Finding("[rollout] api_key_file", f"where = {show(where)} needs no key: it is a server's. Leave one out")
+        yield Finding("[rollout] api_key_file", f"only a server needs a key, and where = {show(where)}. Remove it")
     if where == "server" and "vllm" in changed:
-        yield Finding("[rollout] vllm", "is known to where = 'colocate' and 'ray' only. Leave one of them out")
+        yield Finding(
+            "[rollout] vllm", "works with where = 'colocate' and where = 'ray' only. Remove it, or change where"
+        )
     if where != "ray":
         for name in ("replicas", "ray_address", "ray_options"):
             if name in changed:
-                yield Finding(f"[rollout] {name}", f"with where = {show(where)}: it is of where = 'ray'. Leave one out")
+                yield Finding(f"[rollout] {name}", f"belongs to where = 'ray', and where = {show(where)}. Remove it")
     if said.method == "async_grpo" and said.table(TRAIN).get("vllm_enable_sleep_mode") is True:
         yield Finding(
-            f"[{TRAIN}] vllm_enable_sleep_mode", "with method = 'async_grpo', whose engine never rests. Leave it out"
+            f"[{TRAIN}] vllm_enable_sleep_mode",
+            "the engine of method = 'async_grpo' generates all the time and cannot sleep. Remove it",
         )
     if where != "colocate" and said.get("rollout", "share_base") is True:
-        yield Finding("[rollout] share_base", f"true with where = {show(where)}: another process holds its own base")
+        yield Finding(
+            "[rollout] share_base",
+            f"with where = {show(where)} another process holds the engine's base, and nothing can be shared. Remove it",
+        )
 
 
 def _lengths(said: _Said) -> Iterator[Finding]:
@@ -191,15 +205,17 @@ def _lengths(said: _Said) -> Iterator[Finding]:
     if type(whole) is int and type(answer) is int and answer >= whole > 0:
         yield Finding(
             f"[{TRAIN}] max_completion_length",
-            f"{answer} leaves no room for a prompt: vllm_max_model_length = {whole} is prompt plus completion. "
-            "Lower the one or raise the other",
+            f"{answer} leaves no room for a prompt: vllm_max_model_length = {whole} counts prompt and completion. "
+            "Lower max_completion_length, or raise vllm_max_model_length",
         )
 
 
 def _evaluation(said: _Said) -> Iterator[Finding]:
     strategy = said.table(TRAIN).get("eval_strategy", "no")
     if said.get("data", "eval") is None and strategy != "no":
-        yield Finding(f"[{TRAIN}] eval_strategy", f"{show(strategy)} without [data] eval")
+        yield Finding(
+            f"[{TRAIN}] eval_strategy", f"{show(strategy)} needs evaluation data. Set [data] eval, or remove it"
+        )
 
 
 def _hub_only(said: _Said) -> Iterator[Finding]:
@@ -210,13 +226,13 @@ def _hub_only(said: _Said) -> Iterator[Finding]:
             for name in names:
                 if name in said.changed("data"):
                     yield Finding(
-                        f"[data] {name}", f"is of a dataset on the hub, and {place} names a file. Leave it out"
+                        f"[data] {name}", f"applies to datasets on the hub, and {place} names a file. Remove it"
                     )
         elif isinstance(first, str) and (wrong := check_subset(first, said.get("data", "subset"))):
             yield Finding("[data] subset", wrong)
     model = said.get("base", "model")
     if isinstance(model, str) and model.startswith("/") and said.get("base", "revision") is not None:
-        yield Finding("[base] revision", "is of a model on the hub, and model names a directory. Leave it out")
+        yield Finding("[base] revision", "applies to models on the hub, and model names a directory. Remove it")
 
 
 def _columns(said: _Said) -> Iterator[Finding]:
@@ -226,7 +242,7 @@ def _columns(said: _Said) -> Iterator[Finding]:
     if not all(isinstance(old, str) for old in names.values()):
         return
     if template is not None and "prompt" in names:
-        yield Finding("[data] prompt_template", "makes the column prompt, and so does columns. Leave one of them out")
+        yield Finding("[data] prompt_template", "makes the column prompt, and columns does so, too. Remove one of them")
         return
     for place in ("train", "eval"):
         files = said.get("data", place)
@@ -280,7 +296,8 @@ def _ways(said: _Said) -> list[Sequence[str]]:
 def _lacks(said: _Said, place: str, there: set[str]) -> Finding:
     ways = " or ".join(" and ".join(each) for each in _ways(said))
     text = (
-        f"method = '{said.method}' needs the columns {ways}; there are {', '.join(sorted(there))}. Rename with columns"
+        f"method = '{said.method}' needs the columns {ways}; there are {', '.join(sorted(there))}. Rename them with "
+        "[data] columns"
     )
     return Finding(f"[data] {place}", text)
 
@@ -289,7 +306,10 @@ def _chat(said: _Said) -> Iterator[Finding]:
     if said.get("data", "format") == "plain":
         for name in ("system_prompt", "chat_template_kwargs"):
             if name in said.changed("data"):
-                yield Finding(f"[data] {name}", "without a chat template. Set [data] format = 'chat', or leave it out")
+                yield Finding(
+                    f"[data] {name}",
+                    "a plain prompt is not rendered by a chat template. Set [data] format = 'chat', or remove this field",
+                )
 
 
 def _images(said: _Said) -> Iterator[Finding]:
@@ -297,11 +317,12 @@ def _images(said: _Said) -> Iterator[Finding]:
     if not isinstance(name, str):
         return
     if said.get("data", "format") != "chat":
-        yield Finding("[data] images", "needs messages, in which the images stand. Set [data] format = 'chat'")
+        yield Finding("[data] images", "images are parts of chat messages. Set [data] format = 'chat'")
     names = said.get("data", "columns")
     if isinstance(names, Mapping) and name in names.values():
         yield Finding(
-            "[data] columns", f"{show(name)} is [data] images, which becomes the column images. Leave it out here"
+            "[data] columns",
+            f"{show(name)} is named by [data] images already, and becomes the column images. Remove it here",
         )
     for place in ("train", "eval"):
         there = columns_after(said.get("data", place), {})
@@ -312,7 +333,7 @@ def _images(said: _Said) -> Iterator[Finding]:
 def _tools(said: _Said) -> Iterator[Finding]:
     for table in ("tools", "environment"):
         if said.get(table, "use") is not None and said.get("data", "format") != "chat":
-            yield Finding(f"[{table}] use", "needs messages: tool calls are part of a chat. Set [data] format = 'chat'")
+            yield Finding(f"[{table}] use", "tool calls are parts of chat messages. Set [data] format = 'chat'")
 
 
 _RULES: tuple[Callable[[_Said], Iterator[Finding]], ...] = (

@@ -195,7 +195,7 @@ def base_lines(
     if not spec.is_4bit:
         held = f"{counted(shape.parameters)} parameters in {spec.compute_dtype}"
     if shared:
-        once = Line("base, shared", engine + shape.buffers, f"once, the engine's: {held}; scales in float32")
+        once = Line("base, shared", engine + shape.buffers, f"one copy, the engine's: {held}; scales in float32")
         if shape.tower is not None and device == "cpu":
             plain = sum(map(prod, shape.tower.linears)) - sum(map(prod, _packed_tower(shape.tower, spec)))
             why = f"{counted(plain)} parameters in {spec.compute_dtype}: vLLM packs its own on the CPU"
@@ -204,11 +204,13 @@ def base_lines(
             return [once]
         if spec.quantize_experts:
             routers = shape.mixtures - sum(map(prod, shape.experts.values()))
-            why = f"{counted(routers)} parameters of routers in {spec.compute_dtype}: the engine's are not lent"
+            why = (
+                f"{counted(routers)} parameters of routers in {spec.compute_dtype}: those of the engine are not shared"
+            )
             return [once, Line("base, trainer's routers", width(spec) * routers, why)]
         why = (
             f"{counted(shape.mixtures)} parameters of experts and routers in {spec.compute_dtype}: the engine's are "
-            "not lent"
+            "not shared"
         )
         return [once, Line("base, trainer's experts", width(spec) * shape.mixtures, why)]
     scales = "scales quantised" if spec.double_quant else "scales in float32"
@@ -292,11 +294,11 @@ def adapter_lines(
     lines = [
         Line("adapter", count * dtype_width, f"{count:,} numbers x {dtype_width} bytes"),
         Line("adapter, engine", _SLOTS * slot, f"{_SLOTS} slots of rank {rank} at {where}, {spec.compute_dtype}"),
-        Line("gradients", count * dtype_width, "one for every trained number", "step"),
+        Line("gradients", count * dtype_width, "one per trained number", "step"),
     ]
     if device == "cpu":
-        lines.append(Line("adapter, vLLM's copies", 2 * count * width(spec), "two versions in host memory"))
-        why = "of the last push, in host memory, to check an engine that was rebuilt"
+        lines.append(Line("adapter, vLLM's copies", 2 * count * width(spec), "two versions, kept in host memory"))
+        why = "what was pushed last, kept in host memory to check an engine that was rebuilt"
         lines.append(Line("adapter, last push", count * width(spec), why, is_exact=False))
     if dtype_width > width(spec):
         kept = {
@@ -304,7 +306,7 @@ def adapter_lines(
             for name, each in adapter.items()
             if not (tiled and any(f".{end}." in name for end in MLP_LINEARS))
         }
-        why = f"copy in {spec.compute_dtype} within a step{' but for the MLPs' if tiled else ''}"
+        why = f"copy in {spec.compute_dtype} during a step{', except for the MLPs' if tiled else ''}"
         lines.append(Line("adapter, autocast", adapter_bytes(kept, width(spec)), why, "step", False))
     return lines
 
@@ -333,11 +335,11 @@ def optimizer_line(adapter: Mapping[str, tuple[int, ...]], dtype_width: int, opt
     known = optimizer in OPTIMIZERS
     full, small = OPTIMIZERS.get(optimizer, (2, 0))
     kept = " and ".join(
-        f"{count} of {bits} bits" for count, bits in ((full, 8 * dtype_width), (small, 8)) if count
+        f"{count} x {bits} bits" for count, bits in ((full, 8 * dtype_width), (small, 8)) if count
     )  # fmt: skip
-    why = f"{optimizer}: {kept or 'nothing'} for every trained number"
+    why = f"{optimizer}: {kept or 'nothing'} per trained number"
     if not known:
-        why = f"{optimizer} is unknown: counted like adamw_torch"
+        why = f"{optimizer} is not known here and counted like adamw_torch"
     elif optimizer.startswith("paged_"):
         why += "; paged, large ones may move to host memory"
     return Line("optimizer", optimizer_bytes(adapter, dtype_width, optimizer), why, is_exact=known)

@@ -443,11 +443,11 @@ def _lines(shape: ModelShape, request: MemoryRequest, adapter: Mapping[str, tupl
         lines.insert(0, count.copies_line(shape, spec, request.copies_dtype))
     if device == "cuda":
         overhead = int(count.OVERHEAD_GIB * GIB)
-        lines.append(Line("CUDA and vLLM", overhead, "context, workspaces, CUDA graphs: assumed", is_exact=False))
+        lines.append(Line("CUDA and vLLM", overhead, "context, workspaces, CUDA graphs (assumed)", is_exact=False))
     if not request.has_engine:
         if device == "cuda":
             context = int(count.CONTEXT_GIB * GIB)
-            lines.append(Line("CUDA", context, "context, workspaces: assumed", is_exact=False))
+            lines.append(Line("CUDA", context, "context, workspaces (assumed)", is_exact=False))
         lines = [line for line in lines if line.name not in count.OF_THE_ENGINE]
     return tuple(lines)
 

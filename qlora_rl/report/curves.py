@@ -94,25 +94,17 @@ def _draw_held_out(runs: Sequence[Run], names: Sequence[str]) -> Markup | None:
 # What people watch, by TRL's names: title, axis, what it tells. Drawn where a run has logged it.
 _DASHBOARD = {
     "completion_length": ("Length of completions", "tokens, mean", "Growing without reward is a policy that pads."),
-    "completions/clipped_ratio": ("Truncated completions", "share", "Cut at max_completion_length, so they have no "
-                                                                    "end."),
-    "frac_reward_zero_std": ("Prompts that teach nothing", "share", "All completions of a group have one reward: no "
-                                                                    "gradient."),
+    "completions/clipped_ratio": ("Truncated completions", "share", "Cut at max_completion_length, so they have no end."),
+    "frac_reward_zero_std": ("Prompts that teach nothing", "share", "All completions of a group have one reward: no gradient."),
     "tools/call_frequency": ("Tool calls", "calls per completion", "Of all turns; those that failed are among them."),
-    "tools/failure_frequency": ("Failed tool calls", "share of the calls", "An unknown tool, wrong arguments, or a "
-                                                                           "tool that raised."),
+    "tools/failure_frequency": ("Failed tool calls", "share of the calls", "An unknown tool, wrong arguments, or a tool that raised."),
     "reward_std": ("Spread of rewards", "standard deviation", "Within a group; the signal of GRPO."),
     "entropy": ("Entropy", "nats per token", "Near zero, the policy no longer explores."),
     "kl": ("KL to the reference", "nats per token", "How far the policy is from where it started (beta > 0)."),
     "clip_ratio/region_mean": ("Clipped tokens", "share", "Their ratio left the clipping range of the loss."),
-    "routing_agreement": ("Routing agreement", "share of the choices", "Experts of a mixture that trainer and engine "
-                                                                       "both chose for a token."),
-    "routing_weight_diff_mean": ("Routing weights apart", "difference of a weight, mean", "Of trainer and engine, for "
-                                                                                          "the same experts; rounding "
-                                                                                          "where both hold the same "
-                                                                                          "policy."),
-    "routing_weights_rejected": ("Routing weights rejected", "share", "Of the engine's weights; too far from the "
-                                                                      "trainer's to be replayed, so it kept its own."),
+    "routing_agreement": ("Routing agreement", "share of the choices", "Experts of a mixture that trainer and engine both chose for a token."),
+    "routing_weight_diff_mean": ("Routing weights apart", "difference of a weight, mean", "Of trainer and engine, for the same experts; rounding where both hold the same policy."),
+    "routing_weights_rejected": ("Routing weights rejected", "share", "Of the engine's weights; too far from the trainer's to be replayed, so it kept its own."),
     "loss": ("Loss", "loss", "In GRPO it says little; spikes do."),
     "grad_norm": ("Gradient norm", "norm", "Before clipping."),
     "learning_rate": ("Learning rate", "rate", "Of the optimizer."),

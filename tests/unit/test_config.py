@@ -35,7 +35,7 @@ WRONG = {
         "quant": [("nf5", "did you mean 'nf4'"), (4, TEXT)],
         "double_quant": [("yes", TRUTH)],
         "blocksize": [(65, "one of 64, 128"), ("64", "one of 64")],
-        "compute_dtype": [("bf16", "none of 'bfloat16'"), ("float32", "vLLM's kernels do not take")],
+        "compute_dtype": [("bf16", "none of 'bfloat16'"), ("float32", "do not compute in float32")],
         "skip_modules": [("down_proj", "a list of strings"), ([1], "a list of strings")],
         "revision": [(1, TEXT)],
         "quantize_experts": [(1, TRUTH)],
@@ -44,7 +44,7 @@ WRONG = {
         "attn_implementation": [(False, TEXT)],
     },
     "adapter": {
-        "kind": [("full", "none of 'lora', 'none'"), ("none", "a 4-bit base, which cannot be trained itself")],
+        "kind": [("full", "none of 'lora', 'none'"), ("none", "a 4-bit base cannot be trained")],
         "start_from": [(1, TEXT), ("/nowhere", "holds no adapter_config.json")],
         "dtype": [("float16", "none of 'float32', 'bfloat16'")],
         "r": [(0, "0 is not at least 1"), (8.0, WHOLE), (True, WHOLE)],
@@ -85,10 +85,8 @@ WRONG = {
         "extract": [({"answer": "("}, "is no regular expression"), ({"answer": "(a)(b)"}, "has 2 groups"), ("####", "a table of strings")],
         "format": [("chatml", "none of 'plain', 'chat'")],
         "system_prompt": [(1, TEXT), ("Think.", "Set [data] format = 'chat'")],
-        "chat_template_kwargs": [("x", "a table of values"), ({"enable_thinking": False}, "Set [data] format = "
-                                                                                          "'chat'")],
-        "images": [(1, TEXT), ("image", "Set [data] format = 'chat'"), ("image", "train has no column 'image', but "
-                                                                                 "prompt, answer, careless")],
+        "chat_template_kwargs": [("x", "a table of values"), ({"enable_thinking": False}, "Set [data] format = 'chat'")],
+        "images": [(1, TEXT), ("image", "Set [data] format = 'chat'"), ("image", "train has no column 'image', but prompt, answer, careless")],
         "limit": [(0, "at least 1"), ("all", WHOLE)],
     },
     "rewards": {
@@ -107,7 +105,7 @@ WRONG = {
         "where": [("colocat", "did you mean 'colocate'"), ([], "names no server"), (["localhost:8000"], "nor a URL")],
         "api_key_file": [("/nowhere", "no file /nowhere"), (1, TEXT)],
         "share_base": [("yes", "true or false or 'auto'")],
-        "max_staleness": [(-1, "at least 0"), (2, "is of async_grpo, not of method = 'grpo'")],
+        "max_staleness": [(-1, "at least 0"), (2, "belongs to async_grpo, not to method = 'grpo'")],
         "rollout_threads": [(0, "at least 1")],
         "base_compute": [("bakd", "did you mean 'baked'")],
         "max_num_seqs": [(0, "at least 1")],
@@ -115,7 +113,7 @@ WRONG = {
         "enforce_eager": [("yes", TRUTH)],
         "enable_prefix_caching": [(1, TRUTH)],
         "vllm": [("block_size", "a table of values")],
-        "replicas": [(0, "at least 1"), (2, "it is of where = 'ray'")],
+        "replicas": [(0, "at least 1"), (2, "belongs to where = 'ray'")],
         "ray_address": [(1, TEXT)],
         "ray_options": [("num_gpus", "a table of values")],
     },
@@ -249,27 +247,24 @@ def test_everything_is_said_at_once(tmp_path):
     ("changes", "place", "said"),
     [
         ({"rewards": None}, "[[rewards]]", "scores completions"),
-        ({"method": "dpo", "rewards": None}, "[data] train", "needs the columns chosen and rejected; there are answer, "
-                                                             "careless, prompt"),
+        ({"method": "dpo", "rewards": None}, "[data] train", "needs the columns chosen and rejected; there are answer, careless, prompt"),
         ({"method": "sft"}, "[[rewards]]", "scores no completions"),
-        ({"method": "sft", "rewards": None, "sync": {"how": "weights"}}, "[sync] how", "not of method = 'sft'"),
-        ({"method": "sft", "rewards": None, "run": {"gpu_memory": 8}}, "[run] gpu_memory", "is of grpo, rloo, "
-                                                                                           "async_grpo, not"),
+        ({"method": "sft", "rewards": None, "sync": {"how": "weights"}}, "[sync] how", "not to method = 'sft'"),
+        ({"method": "sft", "rewards": None, "run": {"gpu_memory": 8}}, "[run] gpu_memory", "belongs to grpo, rloo, async_grpo, not"),
         ({"method": "sft", "rewards": None, "adapter": {"kind": "none"}, "base": {"model": "a", "quant": "none"}}, "[adapter] kind", "adapters only"),
         ({"base": {"model": "a", "quant": "none"}, "adapter": {"kind": "none"}}, "[adapter] kind", "Set [sync] how = 'weights'"),
-        ({"adapter": {"kind": "none"}, "run": {"gpu_memory": 8}}, "[run] gpu_memory", "memory is not planned"),
-        ({"method": "async_grpo", "train": {"vllm_enable_sleep_mode": True}}, "[train] vllm_enable_sleep_mode", "never rests"),
+        ({"adapter": {"kind": "none"}, "run": {"gpu_memory": 8}}, "[run] gpu_memory", "cannot be planned"),
+        ({"method": "async_grpo", "train": {"vllm_enable_sleep_mode": True}}, "[train] vllm_enable_sleep_mode", "cannot sleep"),
         ({"adapter": {"kind": "none", "r": 4}}, "[adapter] r", "trains no adapter"),
-        ({"adapter": {"use_dora": True}, "sync": {"how": "lora_adapter"}}, "[sync] how", "use_dora, which cannot be "
-                                                                                         "synced alone"),
-        ({"rollout": {"where": "http://a", "base_compute": "baked"}}, "[rollout] base_compute", "where that server is started"),
-        ({"rollout": {"where": "server", "vllm": {"a": 1}}}, "[rollout] vllm", "'colocate' and 'ray' only"),
-        ({"rollout": {"where": "server", "replicas": 2}}, "[rollout] replicas", "it is of where = 'ray'"),
-        ({"rollout": {"api_key_file": str(ROOT / "Makefile")}}, "[rollout] api_key_file", "needs no key"),
-        ({"rollout": {"where": "server", "share_base": True}}, "[rollout] share_base", "its own base"),
+        ({"adapter": {"use_dora": True}, "sync": {"how": "lora_adapter"}}, "[sync] how", "use_dora cannot be synced alone"),
+        ({"rollout": {"where": "http://a", "base_compute": "baked"}}, "[rollout] base_compute", "when it was started"),
+        ({"rollout": {"where": "server", "vllm": {"a": 1}}}, "[rollout] vllm", "where = 'ray' only"),
+        ({"rollout": {"where": "server", "replicas": 2}}, "[rollout] replicas", "belongs to where = 'ray'"),
+        ({"rollout": {"api_key_file": str(ROOT / "Makefile")}}, "[rollout] api_key_file", "only a server needs a key"),
+        ({"rollout": {"where": "server", "share_base": True}}, "[rollout] share_base", "nothing can be shared"),
         ({"train": {"vllm_max_model_length": 64, "max_completion_length": 64}}, "[train] max_completion_length", "no room for a prompt"),
-        ({"train": {"eval_strategy": "steps"}}, "[train] eval_strategy", "without [data] eval"),
-        ({"data": {**GOOD["data"], "columns": {"prompt": "answer"}, "prompt_template": "{answer}"}}, "[data] prompt_template", "so does columns"),
+        ({"train": {"eval_strategy": "steps"}}, "[train] eval_strategy", "Set [data] eval"),
+        ({"data": {**GOOD["data"], "columns": {"prompt": "answer"}, "prompt_template": "{answer}"}}, "[data] prompt_template", "columns does so"),
         ({"data": {**GOOD["data"], "columns": {"question": "prompt"}}}, "[data] train", "needs the columns prompt"),
         ({"base": {"model": str(ROOT), "revision": "main"}}, "[base] revision", "names a directory"),
         ({"rewards": [{"use": "numeric_match", "arguments": {"column": "solution"}}]}, "[[rewards]] arguments", "there are answer, careless, prompt"),
@@ -290,7 +285,9 @@ def test_an_adapter_that_is_trained_on_brings_its_own_config(tmp_path):
     document = with_field("adapter", "start_from", str(tmp_path))
     assert read_config(written(tmp_path, document), asks_trl=False).adapter.start_from == str(tmp_path)
     document["adapter"]["lora_alpha"] = 8
-    assert reasons(written(tmp_path, document))[0].startswith("[adapter] lora_alpha: together with start_from")
+    assert reasons(written(tmp_path, document))[0].startswith(
+        "[adapter] lora_alpha: cannot be combined with start_from"
+    )
 
 
 def test_a_run_directory_that_is_taken_is_found_before_anything_is_loaded(tmp_path):

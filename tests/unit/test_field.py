@@ -71,8 +71,7 @@ def test_who_lacks_something_or_fails_is_written_down_with_the_reason(tmp_path):
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        ("Traceback\n  File x\nImportError: cannot import name 'A' (/a/b/c.py)\n", "ImportError: cannot import name "
-                                                                                   "'A'"),
+        ("Traceback\n  File x\nImportError: cannot import name 'A' (/a/b/c.py)\n", "ImportError: cannot import name 'A'"),
         ("[rank0]: Traceback\n[rank0]: torch.cuda.OutOfMemoryError: much\nwarning: bye\n", "torch.cuda.OutOfMemoryError: much"),
         ("Killed\n", "Killed"),
         ("", "it said nothing"),

@@ -150,8 +150,7 @@ PLACEMENTS = {
     "one layer": (LoraConfig(target_modules=["q_proj"], layers_to_transform=[1]), "adapter", ""),
     "language MLP": (LoraConfig(target_modules=r"model\.language_model\..*\.(gate|up|down)_proj"), "adapter", ""),
     "tower attention": (LoraConfig(target_modules=rf"{TOWER}\.attn\.qkv"), "full_weights", "model.visual.blocks.0.attn.qkv and 1 more"),
-    "tower by name": (LoraConfig(target_modules=["qkv", "q_proj"]), "full_weights", "model.visual.blocks.0.attn.qkv "
-                                                                                    "and 1 more"),
+    "tower by name": (LoraConfig(target_modules=["qkv", "q_proj"]), "full_weights", "model.visual.blocks.0.attn.qkv and 1 more"),
     "tower MLP": (LoraConfig(target_modules=rf"{TOWER}\.mlp\.(.*fc[12]|.*_proj)"), "full_weights", "model.visual.blocks.0.mlp."),
     "projector": (LoraConfig(target_modules=PROJECTOR), "full_weights", "model.visual."),
     "patches": (LoraConfig(target_modules=r"model\.visual\.patch_embed\.proj"), "reject", "model.visual.patch_embed.proj"),
@@ -173,8 +172,7 @@ PLACEMENTS_OF_GEMMA = PLACEMENTS | {
     "attention by name": (LoraConfig(target_modules=["q_proj", "v_proj"]), "full_weights", "_proj and 3 more belong"),
     "one layer": (LoraConfig(target_modules=["q_proj"], layers_to_transform=[1]), "full_weights", f"{_SEEN}1.self_attn.q_proj belong"),
     "tower attention": (LoraConfig(target_modules=rf"{TOWER}\.self_attn\.out_proj"), "full_weights", f"{_SEEN}0.self_attn.out_proj and 1 more"),
-    "tower by name": (LoraConfig(target_modules=["out_proj", "fc1"]), "full_weights", f"{_SEEN}0.self_attn.out_proj "
-                                                                                      "and 3 more"),
+    "tower by name": (LoraConfig(target_modules=["out_proj", "fc1"]), "full_weights", f"{_SEEN}0.self_attn.out_proj and 3 more"),
     "tower MLP": (LoraConfig(target_modules=rf"{TOWER}\.mlp\.fc[12]"), "full_weights", f"{_SEEN}0.mlp."),
     "projector": (LoraConfig(target_modules=LANGUAGE, target_parameters=["mm_input_projection_weight"]), "full_weights", "target_parameters"),
     "patches": (LoraConfig(target_modules=["patch_embedding"]), "reject", "model.vision_tower.embeddings.patch_embedding"),

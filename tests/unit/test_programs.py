@@ -104,8 +104,7 @@ CHEATS = {
         "class Alike(list):\n    def __eq__(self, other): return True\ndef add(a, b): return Alike()", "assert add([1], [2]) == [1, 2]"),
     "abs is rebound for the tests": ("abs = lambda x: 0\ndef add(a, b): return 0", "assert abs(add(1, 2) - 3) < 1e-6"),
     "math is rebound for the tests": (
-        "class math:\n    isclose = lambda *a, **k: True\ndef add(a, b): return 0", "assert math.isclose(add(1, 2), "
-                                                                                    "3)"),
+        "class math:\n    isclose = lambda *a, **k: True\ndef add(a, b): return 0", "assert math.isclose(add(1, 2), 3)"),
     "builtins are replaced": (
         "import builtins\nbuiltins.len = builtins.abs = builtins.sum = lambda *a: 3\nbuiltins.AssertionError = BaseException\n"
         "def add(a, b): return 0",
@@ -135,8 +134,7 @@ CHEATS = {
         "        for frame in (json.dumps(['answer', said, []]), json.dumps(['ask', 'call', [{'type': 'type'}, 3], {}])):\n"
         "            try: os.write(fd, len(frame).to_bytes(4, 'big') + frame.encode())\n            except OSError: pass",
         ADDS),
-    "the tests' loop is ended": ("def add(a, b): raise StopIteration", "assert all(map(lambda p: add(*p) == 3, [(1, "
-                                                                       "2)]))"),
+    "the tests' loop is ended": ("def add(a, b): raise StopIteration", "assert all(map(lambda p: add(*p) == 3, [(1, 2)]))"),
     "a deep answer": ("def add(a, b):\n    x = []\n    for _ in range(10**5): x = [x]\n    return x", ADDS),
     "an endless answer": ("def add(a, b):\n    x = [3]\n    x.append(x)\n    return x", ADDS),
     "right sums are not printed": ("print('3')", [{"input": "1 2", "output": "3"}, {"input": "2 2", "output": "4"}]),
@@ -156,18 +154,14 @@ FORGED = [
     '["answer", {"a": 1, "b": 2}, []]', '["answer", {}, []]', '["answer", {"made": "x"}, []]', '["answer", {"made": ["os._exit", [0]]}, []]',
     '["answer", {"made": [[], []]}, []]', '["answer", {"made": ["builtins.range", [[]]]}, []]', '["answer", {"set": [{"list": []}]}, []]',
     '["answer", {"namedtuple": ["x", ["def"], [1], null]}, []]', '["answer", {"namedtuple": ["x", 3, [1], null]}, []]',
-    '["answer", {"namedtuple": ["x", ["y"], [1], {"yours": 9}]}, []]', '["answer", {"class": "os._exit"}, '
-                                                                       '[]]', '["answer", {"class": []}, []]',
+    '["answer", {"namedtuple": ["x", ["y"], [1], {"yours": 9}]}, []]', '["answer", {"class": "os._exit"}, []]', '["answer", {"class": []}, []]',
     '["answer", {"same": 7}, []]', '["answer", {"same": {}}, []]', '["answer", {"yours": 7}, []]', '["answer", {"yours": "x"}, []]', '["answer", [3], []]',
-    '["answer", {"object": {}}, []]', '["answer", {"steps": []}, []]', '["answer", {"bytes": "x"}, '
-                                                                       '[]]', '["answer", {"dict": [1]}, []]',
+    '["answer", {"object": {}}, []]', '["answer", {"steps": []}, []]', '["answer", {"bytes": "x"}, []]', '["answer", {"dict": [1]}, []]',
     '["answer", {"error": []}, []]', '["answer", {"error": [["builtins.SystemExit"], [], {"tuple": [0]}, {"dict": '
                                      '[]}, null]}, []]',
-    '["answer", {"made": ["decimal.Decimal", ["x"]]}, []]', '["answer", 3, [[0, []]]]', '["answer", 3, [[7, '
-                                                                                        '[]]]]', '["answer", 3, 7]', '["answer", 3]',
+    '["answer", {"made": ["decimal.Decimal", ["x"]]}, []]', '["answer", 3, [[0, []]]]', '["answer", 3, [[7, []]]]', '["answer", 3, 7]', '["answer", 3]',
     '["raised", 3, []]', '["raised", {"error": [["builtins.print"], [], {"tuple": []}, {"dict": []}, null]}, []]',
-    '["raised", {"error": [["builtins.KeyError"], [], 3, {"dict": []}, null]}, []]', '["raised", {"error": '
-                                                                                     '[["wire.PeerGone"], [], {"tuple": []}, {"dict": []}, null]}, []]',
+    '["raised", {"error": [["builtins.KeyError"], [], 3, {"dict": []}, null]}, []]', '["raised", {"error": [["wire.PeerGone"], [], {"tuple": []}, {"dict": []}, null]}, []]',
     '["raised", {"error": [["unittest.case.SkipTest"], [], {"tuple": []}, {"dict": []}, null]}, []]',
     '["raised", {"error": [["builtins.KeyboardInterrupt"], [], {"tuple": []}, {"dict": []}, null]}, []]',
     '["ask", {"tuple": ["get", {"tuple": [{"yours": 0}, "__globals__"]}, {"dict": []}]}, []]', '["ask", {"tuple": ["call", {"tuple": []}, {"dict": []}]}, []]',
@@ -491,17 +485,12 @@ def test_tests_of_another_form_are_rejected(tests):
 
 
 REACHES = {
-    "a file to write": "open('file', 'w')", "a file to write elsewhere": "open('/tmp/qlora-rl-file', "
-                                                                         "'w')", "a file to remove": "import os; os.remove('/tmp/x')",
-    "a socket": "import socket; socket.socket()", "a pair of sockets that carries messages": "import socket; "
-                                                                                             "socket.socketpair(type=socket.SOCK_DGRAM)",
+    "a file to write": "open('file', 'w')", "a file to write elsewhere": "open('/tmp/qlora-rl-file', 'w')", "a file to remove": "import os; os.remove('/tmp/x')",
+    "a socket": "import socket; socket.socket()", "a pair of sockets that carries messages": "import socket; socket.socketpair(type=socket.SOCK_DGRAM)",
     "a process": "import os; os.fork()", "a program": "import os; os.execv('/bin/true', "
-                                                      "['true'])", "a shell": "import subprocess; "
-                                                                              "subprocess.run('true', shell=True)",
+                                                      "['true'])", "a shell": "import subprocess; subprocess.run('true', shell=True)",
     "a signal to another": "import os; os.kill(os.getppid(), 0)", "a signal by the back door": "import fcntl, os; fcntl.fcntl(0, 8, os.getppid())",
-    "memory in a file": "import os; os.memfd_create('x')", "another limit": "import resource; "
-                                                                            "resource.setrlimit(resource.RLIMIT_AS, "
-                                                                            "(-1, -1))",
+    "memory in a file": "import os; os.memfd_create('x')", "another limit": "import resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
     "another root": "import os; os.chroot('/')", "another user": "import os; os.setuid(1)", "another session": "import os; os.setsid()",
     "much memory": "x = 'x' * 10**10", "packages": "import torch",
 }  # fmt: skip

@@ -142,8 +142,7 @@ def test_a_right_program_passes_and_a_wrong_one_does_not():
         "import os\nos.write(1, b'0' * 32)\nos._exit(0)",
         ADD + "open('file', 'w').write('x')", ADD + "import subprocess; "
                                                     "subprocess.run(['true'])", ADD + "import os; os.fork()",
-        ADD + "import socket; socket.create_connection(('127.0.0.1', 9))", ADD + "import os; assert os.system('true') "
-                                                                                 "== 0",
+        ADD + "import socket; socket.create_connection(('127.0.0.1', 9))", ADD + "import os; assert os.system('true') == 0",
         ADD + "x = 'x' * 10**10", ADD + "def f(): f()\nf()", ADD + "import torch",
         "import sys\nsys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
     ],
