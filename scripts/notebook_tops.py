@@ -27,7 +27,8 @@ def install(address: str) -> str:
     """The source of the cell that installs."""
     what = f'"qlora-rl[cuda,notebooks] @ git+{address}"' if address else '-e "../..[cuda,notebooks]"'
     return (
-        "# Does nothing where qlora_rl is installed. Otherwise for a machine with a GPU; on a CPU `make setup` installs it.\n"
+        "# Does nothing where qlora_rl is installed. Otherwise for a machine with a GPU; on a CPU `make setup` "
+        "installs it.\n"
         "import importlib.util\n\n"
         'if importlib.util.find_spec("qlora_rl") is None:\n'
         f"    %pip install -q {what}"

@@ -85,7 +85,10 @@ def make_bpe_model(directory: Path, architecture: str, *, seed: int = 0, spare: 
     )
     tokenizer.train_from_iterator(TEXT, trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>", pad_token="<|endoftext|>")
-    fast.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    fast.chat_template = (
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
     fast.save_pretrained(directory)
     _resize(directory, len(fast) + spare, seed)  # larger than the vocabulary, as real models are
     assert AutoTokenizer.from_pretrained(directory).encode(TEXT[0]) == fast.encode(TEXT[0])

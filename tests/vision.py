@@ -43,13 +43,15 @@ def _qwen2_5_vl():
 
     tokenizer, ids = _tokenizer(QWEN)
     config = hf.Qwen2_5_VLConfig(
-        text_config=_text(len(tokenizer), rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}),
+        text_config=_text(len(tokenizer), rope_parameters={"rope_type": "default", "rope_theta": 1e4,
+        "mrope_section": [4, 6, 6]}),
         vision_config={
             "depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": 128,
             "window_size": 56, "fullatt_block_indexes": [1],
         },
         image_token_id=ids["<|image_pad|>"], video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"], vision_end_token_id=ids["<|vision_end|>"], tie_word_embeddings=False,
+        vision_start_token_id=ids["<|vision_start|>"], vision_end_token_id=ids["<|vision_end|>"],
+        tie_word_embeddings=False,
     )  # fmt: skip
     processor = hf.Qwen2_5_VLProcessor(
         image_processor=hf.Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=28 * 28 * 16),
@@ -65,10 +67,12 @@ def _qwen2_vl():
 
     tokenizer, ids = _tokenizer(QWEN)
     config = hf.Qwen2VLConfig(
-        text_config=_text(len(tokenizer), rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}),
+        text_config=_text(len(tokenizer), rope_parameters={"rope_type": "default", "rope_theta": 1e4,
+        "mrope_section": [4, 6, 6]}),
         vision_config={"depth": 2, "embed_dim": 64, "mlp_ratio": 2, "num_heads": 2, "hidden_size": 128},
         image_token_id=ids["<|image_pad|>"], video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"], vision_end_token_id=ids["<|vision_end|>"], tie_word_embeddings=False,
+        vision_start_token_id=ids["<|vision_start|>"], vision_end_token_id=ids["<|vision_end|>"],
+        tie_word_embeddings=False,
     )  # fmt: skip
     processor = hf.Qwen2VLProcessor(
         image_processor=hf.Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=28 * 28 * 16),
@@ -86,14 +90,16 @@ def _qwen3_vl():
     config = hf.Qwen3VLConfig(
         text_config=_text(
             len(tokenizer),
-            rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5], "mrope_interleaved": True},
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5],
+            "mrope_interleaved": True},
         ),
         vision_config={
             "depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": 128,
             "num_position_embeddings": 64, "deepstack_visual_indexes": [0],
         },
         image_token_id=ids["<|image_pad|>"], video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"], vision_end_token_id=ids["<|vision_end|>"], tie_word_embeddings=False,
+        vision_start_token_id=ids["<|vision_start|>"], vision_end_token_id=ids["<|vision_end|>"],
+        tie_word_embeddings=False,
     )  # fmt: skip
     processor = hf.Qwen3VLProcessor(
         image_processor=hf.Qwen2VLImageProcessor(patch_size=16, min_pixels=32 * 32, max_pixels=32 * 32 * 16),
@@ -114,8 +120,10 @@ def _gemma3():
         setattr(tokenizer, f"{name}_id", ids[token])
     config = hf.Gemma3Config(
         text_config=_text(len(tokenizer), sliding_window=64, query_pre_attn_scalar=32),
-        vision_config={"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 56, "patch_size": 14, "vision_use_head": False},
-        mm_tokens_per_image=4, boi_token_index=ids[GEMMA[0]], eoi_token_index=ids[GEMMA[1]], image_token_index=ids[GEMMA[2]],
+        vision_config={"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "image_size": 56, "patch_size": 14, "vision_use_head": False},
+        mm_tokens_per_image=4, boi_token_index=ids[GEMMA[0]], eoi_token_index=ids[GEMMA[1]],
+        image_token_index=ids[GEMMA[2]],
     )  # fmt: skip
     processor = hf.Gemma3Processor(
         image_processor=hf.Gemma3ImageProcessor(size={"height": 56, "width": 56}),

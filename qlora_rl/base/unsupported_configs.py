@@ -21,13 +21,16 @@ logger = logging.getLogger(__name__)
 
 # Dense types of which both sides were compared.
 COMPARED = frozenset({
-    "arcee", "bitnet", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "falcon", "gemma", "gemma2", "gemma3_text", "glm", "glm4",
-    "granite", "helium", "hunyuan_v1_dense", "hyperclovax", "jais2", "llama", "ministral", "ministral3", "mistral", "nanochat", "nemotron", "olmo", "olmo2",
+    "arcee", "bitnet", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "falcon", "gemma", "gemma2", "gemma3_text",
+    "glm", "glm4",
+    "granite", "helium", "hunyuan_v1_dense", "hyperclovax", "jais2", "llama", "ministral", "ministral3", "mistral",
+    "nanochat", "nemotron", "olmo", "olmo2",
     "olmo3", "phi", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma",
 })  # fmt: skip
 # vLLM's layers of Llama, which many types share, know one activation.
 _SILU = frozenset({
-    "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "glm", "glm4", "granite", "hyperclovax", "llama", "ministral3", "mistral", "mixtral", "olmoe", "phi3", "qwen2",
+    "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "glm", "glm4", "granite", "hyperclovax", "llama", "ministral3",
+    "mistral", "mixtral", "olmoe", "phi3", "qwen2",
     "qwen3", "qwen3_moe", "seed_oss", "stablelm",
 })  # fmt: skip
 # With which values vLLM 0.31 computes, by type of model, whatever the config says: it does not read the field, or takes
@@ -56,7 +59,8 @@ _FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
 # where `layer_types` does not say otherwise.
 _WINDOW_ON_ALL = frozenset({"mistral", "ministral3", "phi3", "starcoder2"})
 _WINDOW_BY_LAYER = frozenset({
-    "cohere2", "cwm", "exaone4", "gemma2", "gemma3_text", "granite_swa", "ministral", "olmo3", "qwen2", "qwen3", "smollm3", "vaultgemma",
+    "cohere2", "cwm", "exaone4", "gemma2", "gemma3_text", "granite_swa", "ministral", "olmo3", "qwen2", "qwen3",
+    "smollm3", "vaultgemma",
 })  # fmt: skip
 _VLLM_BY_LAYER = (_WINDOW_BY_LAYER | {"apertus", "granite", "llama", "mistral", "ministral3"}) - {"qwen2", "qwen3"}
 # Types whose attention in transformers rotates a part of each head; the others rotate all of it, whatever the config

@@ -176,8 +176,14 @@ class _Limit(NamedTuple):
         if not self.of_rest:
             return f"\n  What is beyond is cut off. To learn all of it, raise [train] {self.field}."
         if full := sum(count >= self.whole for count in counts):
-            return f"\n  {full} of them leave no room for a completion, and training stops there. Raise [train] {self.field}, or remove these rows."
-        return f"\n  Their completions are cut off at {self.whole} tokens in all. If these rows matter, raise [train] {self.field}."
+            return (
+                f"\n  {full} of them leave no room for a completion, and training stops there. Raise [train] "
+                f"{self.field}, or remove these rows."
+            )
+        return (
+            f"\n  Their completions are cut off at {self.whole} tokens in all. If these rows matter, raise [train] "
+            f"{self.field}."
+        )
 
 
 def _limit(args: Any) -> _Limit | None:

@@ -18,7 +18,8 @@ def add(commands: Any) -> None:
         "--data",
         type=existing,
         metavar="F",
-        help='.jsonl file with "prompt" and the columns that the rewards read, or with the columns of the run (default: [data] eval of the run\'s file)',
+        help='.jsonl file with "prompt" and the columns that the rewards read, or with the columns of '
+        "the run (default: [data] eval of the run's file)",
     )
     evaluate.add_argument(
         "--reward",

@@ -118,7 +118,8 @@ def _checked_or_trained(arguments: argparse.Namespace, config: RunConfig) -> int
     if int(os.environ.get("RANK", "0")) == 0:  # the others of `accelerate launch` say nothing
         named = shlex.quote(str(out))
         print(
-            f"\n  run directory: {out}\n  to look at it: qlora-rl report {named}\n  talk to it:    qlora-rl chat {named}"
+            f"\n  run directory: {out}\n  to look at it: qlora-rl report {named}\n"
+            f"  talk to it:    qlora-rl chat {named}"
             f"\n  serve it:      qlora-rl serve {named}"
         )
     return 0

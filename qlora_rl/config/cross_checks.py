@@ -108,7 +108,8 @@ def _of_other_methods(said: _Said) -> Iterator[Finding]:
             if said.method not in (options(held)[name][1].methods or METHODS):
                 yield Finding(
                     f"[{table}] {name}",
-                    f"belongs to {', '.join(options(held)[name][1].methods)}, not to method = '{said.method}'. Remove it",
+                    f"belongs to {', '.join(options(held)[name][1].methods)}, not to method = "
+                    f"'{said.method}'. Remove it",
                 )
     if said.rewards and not method.scores:
         yield Finding("[[rewards]]", f"method = '{said.method}' scores no completions. Remove this table")
@@ -308,7 +309,8 @@ def _chat(said: _Said) -> Iterator[Finding]:
             if name in said.changed("data"):
                 yield Finding(
                     f"[data] {name}",
-                    "a plain prompt is not rendered by a chat template. Set [data] format = 'chat', or remove this field",
+                    "a plain prompt is not rendered by a chat template. Set [data] format = 'chat', or "
+                    "remove this field",
                 )
 
 

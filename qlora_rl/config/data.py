@@ -308,7 +308,8 @@ def _shaped(dataset: Any, data: Data, has_template_field: bool, files: str | lis
         return dataset
     if IMAGES in dataset.column_names:
         raise ConfigConflictError(
-            f"loading the data: [data] images: {data.images} becomes the column {IMAGES}, and there is one. Rename that: columns = {{ more = '{IMAGES}' }}"
+            f"loading the data: [data] images: {data.images} becomes the column {IMAGES}, and "
+            f"there is one. Rename that: columns = {{ more = '{IMAGES}' }}"
         )
     from datasets import concatenate_datasets
 
@@ -459,7 +460,8 @@ def _as_chat(dataset: Any, data: Data, has_template_field: bool) -> Any:
             raise ConfigConflictError(
                 f"loading the data: [data] format = 'chat': row {number} has in {', '.join(wrong)} neither text nor "
                 "messages "
-                f'({{"role": ..., "content": ...}}), but {str(dataset[number][wrong[0]])[:80]}. Fix the row, or remove it.'
+                f'({{"role": ..., "content": ...}}), but {str(dataset[number][wrong[0]])[:80]}. Fix the row, or '
+                "remove it."
             )
     if data.chat_template_kwargs and not has_template_field:
         for row in messages:

@@ -70,7 +70,8 @@ def make_chat_model(
 
     schemas = [get_json_schema(tool) for tool in tools]
     recipe = {
-        "version": 4, "steps": steps, "batch_size": batch_size, "hidden_size": hidden_size, "layers": layers, "seed": seed, **numerics(),
+        "version": 4, "steps": steps, "batch_size": batch_size, "hidden_size": hidden_size, "layers": layers,
+        "seed": seed, **numerics(),
         "text": hashlib.sha256(json.dumps([list(map(list, conversations)), schemas]).encode()).hexdigest(),
     }  # fmt: skip
 

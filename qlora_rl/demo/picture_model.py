@@ -105,7 +105,8 @@ def make_picture_model(
     import torch
 
     recipe = {
-        "version": 2, "pictures": pictures, "steps": steps, "batch_size": batch_size, "right": right, "seed": seed, **numerics(),
+        "version": 2, "pictures": pictures, "steps": steps, "batch_size": batch_size, "right": right, "seed": seed,
+        **numerics(),
     }  # fmt: skip
 
     def fill(target: Path) -> None:
@@ -150,13 +151,15 @@ def _build_model(tokenizer: Any) -> Any:
     return hf.Qwen2_5_VLForConditionalGeneration(
         hf.Qwen2_5_VLConfig(
             text_config={
-                "vocab_size": len(tokenizer), "hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 2,
+                "vocab_size": len(tokenizer), "hidden_size": width, "intermediate_size": 2 * width,
+                "num_hidden_layers": 2,
                 "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512,
                 "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]},
                 "pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None,
             },
             vision_config={
-                "depth": 2, "hidden_size": width, "intermediate_size": 2 * width, "num_heads": 4, "out_hidden_size": width,
+                "depth": 2, "hidden_size": width, "intermediate_size": 2 * width, "num_heads": 4,
+                "out_hidden_size": width,
                 "window_size": _SIDE, "fullatt_block_indexes": [0, 1],
             },
             image_token_id=pad, video_token_id=video, vision_start_token_id=start, vision_end_token_id=end,

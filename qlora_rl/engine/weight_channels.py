@@ -42,7 +42,7 @@ Places = list[tuple[str, str, list[int]]]
 Ask = Callable[[dict[str, Any]], None]
 
 
-# --- one part -----------------------------------------------------------------------------------------------------------
+# --- one part -------------------------------------------------------------------------------------------------------
 
 
 def pack(weights: Sequence[tuple[str, torch.Tensor]], device: torch.device) -> tuple[torch.Tensor, Places]:
@@ -94,7 +94,7 @@ def _padded(size: int) -> int:
     return -(-size // ALIGNED) * ALIGNED
 
 
-# --- both ends ----------------------------------------------------------------------------------------------------------
+# --- both ends ------------------------------------------------------------------------------------------------------
 
 
 class WeightChannel(Protocol):
@@ -178,7 +178,7 @@ def open_receiver(told: Mapping[str, Any], device: torch.device) -> Receiver:
     return CudaIpcEnd(device) if way == "cuda_ipc" else GroupEnd(way, str(told["host"]), int(told["port"]), device)
 
 
-# --- memory that both open ----------------------------------------------------------------------------------------------
+# --- memory that both open ------------------------------------------------------------------------------------------
 
 
 class SharedMemory:
@@ -352,7 +352,7 @@ class CudaIpcEnd:
         """Nothing is held."""
 
 
-# --- a group of two -----------------------------------------------------------------------------------------------------
+# --- a group of two -------------------------------------------------------------------------------------------------
 
 
 class Group:

@@ -66,7 +66,8 @@ def _where_base_is(card: Card) -> str:
         return ""
     base = card.trained.base
     return (
-        f"\n\n`{base.path.name}` is the directory of the base, identity `{base.identity[:16]}`: prepared by `qlora-rl prepare`, in the cache of "
+        f"\n\n`{base.path.name}` is the directory of the base, identity `{base.identity[:16]}`: prepared by `qlora-rl "
+        f"prepare`, in the cache of "
         "qlora_rl where it was trained."
     )
 
@@ -154,9 +155,8 @@ def _elsewhere(card: Card) -> list[str]:
 
 
 def _front_matter(card: Card) -> str:
-    lines = [
-        f"library_name: {'peft' if card.kind == 'adapter' else 'gguf' if card.kind.startswith('gguf') else 'transformers'}"
-    ]
+    library = "gguf" if card.kind.startswith("gguf") else "transformers"
+    lines = [f"library_name: {'peft' if card.kind == 'adapter' else library}"]
     if _is_hub_name(card.trained.source):
         lines.append(f"base_model: {card.trained.source}")
     lines += ["pipeline_tag: text-generation", "tags:", "- qlora-rl", "- trl"]

@@ -29,7 +29,8 @@ _PROBES = (
     "It's what we've said: I'LL say they'D, don't you?",
     "1 22 333 4444 55555, 3.14 and 1e-9; 2026-01-31, +49 (0)30/12345678",
     "  two  spaces\n\n\tand a tab \r\nends   \n \n",
-    "Caf\u00e9 na\u00efve \u00dcbergr\u00f6\u00dfe \u2014 \u6771\u4eac\u3078 \u043f\u0440\u0438\u0432\u0435\u0442 \u0645\u0631\u062d\u0628\u0627 \u0967\u0968\u0969 \U0001f642\U0001f468\u200d\U0001f469\u200d\U0001f467",
+    "Caf\u00e9 na\u00efve \u00dcbergr\u00f6\u00dfe \u2014 \u6771\u4eac\u3078 \u043f\u0440\u0438\u0432\u0435\u0442 "
+    "\u0645\u0631\u062d\u0628\u0627 \u0967\u0968\u0969 \U0001f642\U0001f468\u200d\U0001f469\u200d\U0001f467",
     "def f(x):\n    return x**2 != 7  # ...!?\n",
     "",
 )

@@ -89,7 +89,8 @@ def with_images(prompt: Messages, images: Sequence[Any]) -> list[dict[str, Any]]
     if rest or places:
         told = f"{len(rest)} images have no place" if rest else f"{places} places have no image"
         raise ConfigConflictError(
-            f"reading a prompt: {told} in its messages, for {len(images)} images. Leave {{'type': 'image'}} out of all messages, or put in one for each."
+            f"reading a prompt: {told} in its messages, for {len(images)} images. Leave "
+            f"{{'type': 'image'}} out of all messages, or put in one for each."
         )
     return made
 

@@ -222,7 +222,8 @@ class MemoryEstimate:
         largest = largest_length(self)
         shorter = f"\n  max_length={largest}: the longest that fits" if largest else "\n  no length fits by itself"
         raise MemoryBudgetError(
-            f"planning the memory: {self.shape.name} needs {peak:.2f} GiB at its peak > gpu_memory={budget:.2f} GiB{self._card_words}.\n"
+            f"planning the memory: {self.shape.name} needs {peak:.2f} GiB at its peak > "
+            f"gpu_memory={budget:.2f} GiB{self._card_words}.\n"
             f"{self.table()}\n{chosen}Lower one of these:{ways}{shorter}",
             reasons=[
                 f"peak={peak:.2f} GiB > gpu_memory={budget:.2f} GiB{self._card_words}",

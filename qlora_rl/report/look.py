@@ -29,8 +29,8 @@ section { margin-top: 3.6rem; }
 .meta { font-size: .85rem; display: flex; flex-wrap: wrap; gap: .2rem .9rem; align-items: center; }
 .chip { border: 1px solid var(--line); border-radius: 1rem; padding: .02rem .65rem; color: var(--ink); }
 .chip.failed, .chip.interrupted { border-color: var(--bad); color: var(--bad); }
-.live { font-size: .85rem; color: var(--soft); border: 1px solid var(--line); border-radius: .4rem; background: var(--card);
-  padding: .35rem .75rem; margin: 0 0 1.6rem; max-width: none; }
+.live { font-size: .85rem; color: var(--soft); border: 1px solid var(--line); border-radius: .4rem;
+  background: var(--card); padding: .35rem .75rem; margin: 0 0 1.6rem; max-width: none; }
 .lead { font-size: 1.06rem; color: var(--soft); }
 .note { border-left: 3px solid var(--s1); background: var(--faint); padding: .6rem .9rem; font-size: .93rem;
   margin: 1.2rem 0; }
@@ -82,7 +82,8 @@ section { margin-top: 3.6rem; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: .9rem; }
 th, td { text-align: left; padding: .42rem 1rem .42rem 0; border-bottom: 1px solid var(--line);
   vertical-align: baseline; font-weight: 400; } th:last-child, td:last-child { padding-right: 0; }
-thead th { color: var(--soft); font-size: .82rem; vertical-align: bottom; } tbody th { color: var(--soft); min-width: 6rem; }
+thead th { color: var(--soft); font-size: .82rem; vertical-align: bottom; }
+tbody th { color: var(--soft); min-width: 6rem; }
 .error { color: var(--soft); }
 .num { text-align: right; white-space: nowrap; } td.main { font-weight: 620; } thead .num { white-space: normal; }
 .sample { border: 1px solid var(--line); border-radius: .6rem; background: var(--card); margin-top: .9rem;
@@ -91,7 +92,8 @@ thead th { color: var(--soft); font-size: .82rem; vertical-align: bottom; } tbod
 .sample .answer { font-size: .88rem; color: var(--soft); margin-top: .25rem; }
 .pair { display: grid; grid-template-columns: 1fr 1fr; gap: 1.2rem; margin-top: .8rem; } .pair > div { min-width: 0; }
 .pair h4 { margin: 0 0 .25rem; font-size: .82rem; font-weight: 400; color: var(--soft); }
-.mark { font-weight: 650; margin-left: .5rem; } .alone .mark { margin-left: 0; } .mark.right { color: var(--good); } .mark.wrong { color: var(--bad); }
+.mark { font-weight: 650; margin-left: .5rem; } .alone .mark { margin-left: 0; }
+.mark.right { color: var(--good); } .mark.wrong { color: var(--bad); }
 pre { font: .83rem/1.5 ui-monospace, "SF Mono", Menlo, Consolas, "Liberation Mono", monospace; margin: 0;
   white-space: pre-wrap; background: var(--faint); border-radius: .4rem; padding: .6rem .75rem; max-height: 15rem;
   overflow: auto; }
@@ -111,7 +113,8 @@ footer { font-size: .82rem; margin-top: 2.5rem; }
   .plot { margin-left: 2.7rem; height: 210px; } .legend { margin-left: 0; }
   .pair { grid-template-columns: 1fr; gap: .8rem; }
   dl.words { grid-template-columns: 1fr; gap: 0; } dl.words dd { margin-bottom: .5rem; }
-  table { font-size: .82rem; } th, td { padding-right: .55rem; } tbody th { min-width: 4.4rem; overflow-wrap: normal; } .error { display: block; font-size: .8rem; } }
+  table { font-size: .82rem; } th, td { padding-right: .55rem; } tbody th { min-width: 4.4rem; overflow-wrap: normal; }
+  .error { display: block; font-size: .8rem; } }
 @media print { .cross, .readout { display: none; } section, .sample { break-inside: avoid; } }
 """
 
@@ -157,7 +160,8 @@ const renew = async () => {
     if (!answer.ok) throw new Error(answer.statusText);
     text = await answer.text();
   } catch {
-    document.querySelector(".live").textContent = "The server of this page has stopped; what is shown is the last of it.";
+    document.querySelector(".live").textContent =
+      "The server of this page has stopped; what is shown is the last of it.";
     return;
   }
   if (text === shown) return;
@@ -165,7 +169,8 @@ const renew = async () => {
   shown = text;
   if (isFirst) return;
   const main = new DOMParser().parseFromString(text, "text/html").querySelector("main");
-  const before = new Map([...document.querySelectorAll("details > summary")].map((s) => [s.textContent, s.parentNode.open]));
+  const summaries = [...document.querySelectorAll("details > summary")];
+  const before = new Map(summaries.map((s) => [s.textContent, s.parentNode.open]));
   for (const s of main.querySelectorAll("details > summary"))
     if (before.has(s.textContent)) s.parentNode.open = before.get(s.textContent);
   document.querySelector("main").replaceWith(document.adoptNode(main));

@@ -226,7 +226,8 @@ def _draw_details(run: Run) -> Markup | None:
         ("Plan: how weights are synced, and why", [
             pairs(_flatten({k: v for k, v in plan.items() if k != "reasons"})) if plan else None,
             tag("ul", *(tag("li", reason) for reason in reasons)) if reasons else None]),
-        ("Base verification: trainer and sampler hold the same base", [pairs(_flatten(object_in(run.config, "base_proof")))]),
+        ("Base verification: trainer and sampler hold the same base", [pairs(_flatten(object_in(run.config,
+            "base_proof")))]),
         ("Memory: what the run was planned to hold", [_draw_memory(run)]),
         ("Configuration", [
             tag("pre", _SECRET_ARGUMENT.sub(r"\1(hidden)", str(words))) if words else None,

@@ -101,7 +101,7 @@ def test_under_zero_2_the_base_is_sent_to_nobody(two):
     assert said(two("zero2"), 1)["sent"] == 4 * len(adapter_of(two("zero2")))  # what is trained, once
 
 
-# --- the long ones ------------------------------------------------------------------------------------------------------
+# --- the long ones --------------------------------------------------------------------------------------------------
 # For each stage a launch of nine trainings, and two more. Above is one training under ZeRO-3.
 
 

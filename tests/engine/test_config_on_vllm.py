@@ -78,7 +78,8 @@ def test_the_other_methods_that_draw_run_too(method, model_dir, tmp_path):
     if method == "online_dpo":  # TRL's other names
         file = tmp_path / "pairs.toml"
         file.write_text(
-            'method = "online_dpo"\n[base]\nmodel = "set"\n[[rewards]]\nuse = "length_match"\narguments = { at_most = 4 }\n'
+            'method = "online_dpo"\n[base]\nmodel = "set"\n[[rewards]]\nuse = "length_match"\n'
+            "arguments = { at_most = 4 }\n"
             f'[data]\ntrain = "{ROOT / "examples" / "data" / "sums.jsonl"}"\n'
             '[train]\nmax_new_tokens = 8\nmax_length = 32\nlogging_steps = 1\nsave_strategy = "no"\n'
         )

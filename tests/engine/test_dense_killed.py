@@ -74,7 +74,8 @@ def test_a_server_that_is_killed_serves_nothing_until_the_weights_were_pushed_ag
                 each.stop()
 
 
-@pytest.mark.full  # servers of its own; a kill in the stream is in test_dense_fleet.py, in the commit in no default test
+# Servers of its own; a kill in the stream is in test_dense_fleet.py, in the commit in no default test.
+@pytest.mark.full
 def test_a_server_that_is_killed_in_the_very_commit_serves_the_base_and_the_trainer_pushes_anew(
     untied, tmp_path, monkeypatch
 ):

@@ -94,7 +94,7 @@ def stages(engine):
     return sorted(Path(engine._about["adapter_dir"]).glob(STAGES))
 
 
-# --- what it serves ----------------------------------------------------------------------------------------------------------
+# --- what it serves -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["dora", "IA3", "modules-to-save", "head", "embedding", "bias", "plain"])
@@ -198,7 +198,7 @@ def test_the_base_can_be_had_back(far):
     assert far.apart(far.base) == bare
 
 
-# --- all or nothing ----------------------------------------------------------------------------------------------------------
+# --- all or nothing -------------------------------------------------------------------------------------------------
 
 
 def breaking(weights, at, error):
@@ -367,7 +367,7 @@ def test_a_trainer_that_is_killed_in_the_middle_leaves_the_old_version_or_all_of
     assert stages(far.engine) == []
 
 
-# --- who may -----------------------------------------------------------------------------------------------------------------
+# --- who may --------------------------------------------------------------------------------------------------------
 
 
 def test_only_the_trainer_that_began_a_push_may_go_on_with_it(server, far):
@@ -427,7 +427,7 @@ def test_a_push_cannot_fill_the_disk_or_lead_out_of_its_directory(server, far, t
     assert far.engine.version == 0
 
 
-# --- under the trainer -------------------------------------------------------------------------------------------------------
+# --- under the trainer ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.full  # test_demo.py trains it in process, and the tests above push to this server

@@ -132,9 +132,10 @@ def test_another_temperature_and_a_changed_base_are_named(trainer_on):
     with pytest.raises(PolicyMismatchError, match=r"samples at temperature=0.5, and was asked for 1"):
         trainer.train()
     trainer = trainer_on()
+    executor = trainer.engine.llm.llm_engine.model_executor
     norm = next(
         p
-        for n, p in trainer.engine.llm.llm_engine.model_executor.driver_worker.model_runner.get_model().named_parameters()
+        for n, p in executor.driver_worker.model_runner.get_model().named_parameters()
         if "layers.1.post_attention_layernorm" in n
     )
     kept = norm.data.clone()

@@ -28,7 +28,8 @@ from vllm import LLM, SamplingParams
 llm = LLM(sys.argv[1], max_model_len=64, max_num_seqs=4, enforce_eager=True, gpu_memory_utilization=0.2)
 prompts = [{"prompt_token_ids": ids} for ids in json.loads(sys.argv[2])]
 outputs = llm.generate(prompts, SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0), use_tqdm=False)
-print("\\n" + json.dumps([[e[t].logprob for t, e in zip(o.prompt_token_ids[1:], o.prompt_logprobs[1:])] for o in outputs]))
+pairs = [zip(o.prompt_token_ids[1:], o.prompt_logprobs[1:]) for o in outputs]
+print("\\n" + json.dumps([[e[t].logprob for t, e in each] for each in pairs]))
 """
 
 

@@ -84,7 +84,7 @@ def ask(server, method, path, key=None, **more):
     return httpx.request(method, server.url + path, headers=headers, verify=False, **{"timeout": 20, **more})
 
 
-# --- who gets in -------------------------------------------------------------------------------------------------------------
+# --- who gets in ----------------------------------------------------------------------------------------------------
 
 
 def test_every_route_that_the_app_lists_and_those_it_hides_need_the_key(server):
@@ -93,7 +93,8 @@ def test_every_route_that_the_app_lists_and_those_it_hides_need_the_key(server):
     routes = [(method.upper(), path) for path, methods in listed.items() for method in methods]
     assert ("PUT", "/qlora/v1/adapter") in routes
     assert ("POST", "/v1/chat/completions") in routes
-    hidden = ["/", "/metrics", "/docs", "/redoc", "/openapi.json", "/collective_rpc", "/pause", "/sleep", "/update_weights",
+    hidden = ["/", "/metrics", "/docs", "/redoc", "/openapi.json", "/collective_rpc", "/pause", "/sleep",
+    "/update_weights",
               "/v1/load_lora_adapter", "/server_info", "/docs/oauth2-redirect", "/no/such/route"]  # fmt: skip
     routes += [(method, path) for path in hidden for method in ("GET", "POST")]
     for method, path in routes:
@@ -162,7 +163,7 @@ def test_a_body_that_is_too_large_is_rejected(server, remote):
         remote.load_packed(b"x" * (limit + 1), 1)
 
 
-# --- what it serves ----------------------------------------------------------------------------------------------------------
+# --- what it serves -------------------------------------------------------------------------------------------------
 
 
 def test_it_is_an_engine_and_holds_the_trainers_base(remote, base):
@@ -358,7 +359,7 @@ def test_it_takes_no_full_weights_beside_adapters_or_over_a_4_bit_base(remote, a
         remote.load_dense(iter_weights(adapted), 1)
 
 
-# --- what it rejects ---------------------------------------------------------------------------------------------------------
+# --- what it rejects ------------------------------------------------------------------------------------------------
 
 
 def scaled(bundle, factor):
@@ -411,7 +412,8 @@ def _empty(tensors, config):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (_nan, "NaN"), (_rank, "shape"), (_large, "max_lora_rank=8"), (_foreign, "another base"), (_stranger, "another base"),
+        (_nan, "NaN"), (_rank, "shape"), (_large, "max_lora_rank=8"), (_foreign, "another base"), (_stranger,
+            "another base"),
         (_half, "missing"), (_pattern, "rank_pattern"), (_empty, "empty"),
     ],
 )  # fmt: skip
@@ -603,7 +605,7 @@ def running(server):
     return sum(float(each.split()[-1]) for each in lines if each.startswith("vllm:num_requests_"))
 
 
-# --- under a trainer ---------------------------------------------------------------------------------------------------------
+# --- under a trainer ------------------------------------------------------------------------------------------------
 
 
 def measured(directory):
@@ -682,7 +684,7 @@ def test_a_server_beside_the_trainer_ends_with_it(base, tmp_path):
     assert ended(offspring) == []
 
 
-# --- where it has gone -------------------------------------------------------------------------------------------------------
+# --- where it has gone ----------------------------------------------------------------------------------------------
 
 
 def children(pid):
@@ -762,8 +764,10 @@ def test_a_signal_leaves_no_child_and_no_directory_behind(base, tmp_path):
     """By the command itself; an option of the user's in the place of ours does not keep the processes from what this
     processor needs."""
     ready, key = tmp_path / "ready.json", tmp_path / "key"
-    command = [sys.executable, "-m", "qlora_rl.cli", "serve", str(base), "--port", "0", "--api-key-file", str(key), "--ready-file",
-               str(ready), "--max-lora-rank", "8", "--max-model-length", "64", "--max-num-seqs", "4", "--", "--additional-config", '{"mine": 1}']  # fmt: skip
+    command = [sys.executable, "-m", "qlora_rl.cli", "serve", str(base), "--port", "0", "--api-key-file", str(key),
+    "--ready-file",
+               str(ready), "--max-lora-rank", "8", "--max-model-length", "64", "--max-num-seqs", "4", "--",
+               "--additional-config", '{"mine": 1}']  # fmt: skip
     environment = os.environ | {SETTING: "float32"}
     job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
     try:
@@ -794,7 +798,8 @@ def test_a_signal_leaves_no_child_and_no_directory_behind(base, tmp_path):
 def test_a_trained_run_is_served_by_its_name_alone(base, tmp_path):
     """The command finds the base and the adapter of the run, and vLLM holds that base before the policy answers."""
     run, ready, key = make_run(base, tmp_path / "run"), tmp_path / "ready.json", tmp_path / "key"
-    command = [sys.executable, "-m", "qlora_rl.cli", "serve", str(run), "--port", "0", "--api-key-file", str(key), "--ready-file",
+    command = [sys.executable, "-m", "qlora_rl.cli", "serve", str(run), "--port", "0", "--api-key-file", str(key),
+    "--ready-file",
                str(ready), "--max-model-length", "64", "--max-num-seqs", "4"]  # fmt: skip
     job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:

@@ -181,7 +181,7 @@ def digests(bundle):
     return {name: digest_bytes(tensor) for name, tensor in bundle.tensors.items()}
 
 
-# --- several servers ---------------------------------------------------------------------------------------------------------
+# --- several servers ------------------------------------------------------------------------------------------------
 
 
 def test_two_replicas_draw_to_the_last_bit_what_one_server_draws(servers, both, bundle, prompts):
@@ -262,7 +262,7 @@ def test_a_replica_killed_in_a_rollout_is_done_without_and_taken_back_when_it_is
     assert sampled(both, prompts) == alone
 
 
-# --- the disk ----------------------------------------------------------------------------------------------------------------
+# --- the disk -------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -327,7 +327,7 @@ def test_a_directory_that_shows_other_bytes_to_the_server_is_rejected(servers, o
     shutil.rmtree(directory)
 
 
-# --- a server that stands still, or that somebody else takes -----------------------------------------------------------------
+# --- a server that stands still, or that somebody else takes --------------------------------------------------------
 
 
 def test_a_push_into_a_server_that_stands_still_ends_in_time_and_the_old_version_serves(servers, one, bundle, prompts):
@@ -360,7 +360,7 @@ def test_a_rollout_is_never_sampled_with_the_adapter_of_another_trainer(servers,
         assert second.held_adapter(8) == digests(scaled(bundle, 2.0))
 
 
-# --- Ctrl-C in the middle of a start ------------------------------------------------------------------------------------------
+# --- Ctrl-C in the middle of a start --------------------------------------------------------------------------------
 
 SERVE = """
 import sys
@@ -450,7 +450,7 @@ def test_a_server_that_is_killed_while_vllms_engine_starts_leaves_no_process_beh
         job.wait()
 
 
-# --- under a trainer ---------------------------------------------------------------------------------------------------------
+# --- under a trainer ------------------------------------------------------------------------------------------------
 
 
 def test_an_openai_client_chats_while_a_training_runs(servers, base, tmp_path):

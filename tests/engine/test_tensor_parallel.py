@@ -128,7 +128,7 @@ def damage(engine, name, rank):
     assert sum(engine.llm.collective_rpc(change)) == 1
 
 
-# --- the base ----------------------------------------------------------------------------------------------------------------
+# --- the base -------------------------------------------------------------------------------------------------------
 
 
 def test_the_ranks_of_a_4_bit_base_hold_its_decoded_weights_and_prove_each_part(ranks, exact):
@@ -200,7 +200,7 @@ def test_it_says_what_it_cannot_do_in_parts(ranks):
         borrow_base(ranks)
 
 
-# --- an adapter --------------------------------------------------------------------------------------------------------------
+# --- an adapter -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -258,7 +258,7 @@ def test_a_part_that_one_rank_lost_is_noticed(ranks, trainer, strategy):
         strategy.canary._compare_held(strategy._adapter.bundle())
 
 
-# --- processes ---------------------------------------------------------------------------------------------------------------
+# --- processes ------------------------------------------------------------------------------------------------------
 
 
 def test_ctrl_c_in_a_terminal_leaves_the_ranks_alone(ranks, prompts):
@@ -357,7 +357,7 @@ def test_a_training_on_two_ranks(base, tmp_path):
     assert children(os.getpid()) == others
 
 
-# --- a server ----------------------------------------------------------------------------------------------------------------
+# --- a server -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.full  # by default in this process, above

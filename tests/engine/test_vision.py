@@ -84,7 +84,8 @@ def test_images_far_into_a_long_text_have_the_same_logprobs(exact):
     """Of layers with a sliding window, the text before an image is in part out of sight."""
     engine, model, processor = exact
     content = [
-        {"type": "text", "text": "a long text " * 6}, {"type": "image", "image": picture(1)}, {"type": "text", "text": " and "},
+        {"type": "text", "text": "a long text " * 6}, {"type": "image", "image": picture(1)}, {"type": "text",
+        "text": " and "},
         {"type": "image", "image": picture(2)}, {"type": "text", "text": "?"},
     ]  # fmt: skip
     inputs = processor.apply_chat_template(

@@ -220,7 +220,8 @@ def test_packed_prompts_hold_each_image_once_and_come_back_as_they_were(asked):
 
 def training(out, **fields):
     usual = {
-        "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 4, "max_steps": 2, "learning_rate": 1e-3,
+        "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 4, "max_steps": 2,
+        "learning_rate": 1e-3,
         "use_cpu": True, "bf16": True, "save_strategy": "no", "report_to": [], "disable_tqdm": True,
     }  # fmt: skip
     return GRPOConfig(output_dir=str(out), **usual | fields)
@@ -232,7 +233,8 @@ def test_a_policy_is_trained_with_rollouts_of_a_server(base, server, tmp_path, m
         {"prompt": [{"role": "user", "content": "1+1="}], "images": [picture(i)] if i % 4 else []} for i in range(16)
     ]
     arguments = {
-        "model": base, "train_dataset": Dataset.from_list(rows), "peft_config": LoraConfig(r=8, target_modules=LANGUAGE),
+        "model": base, "train_dataset": Dataset.from_list(rows), "peft_config": LoraConfig(r=8,
+        target_modules=LANGUAGE),
         "reward_funcs": lambda completions, **_: [random.Random(str(each)).random() for each in completions],
     }  # fmt: skip
     found = {}
@@ -284,7 +286,9 @@ def test_text_models_take_no_images_through_a_server(base, tmp_path):
 def test_full_weights_reach_the_tower_of_a_server_for_every_client(base, asked, tmp_path):
     """Of clients that speak OpenAI's language too: vLLM keeps what a tower has made of an image."""
     baked = bake_base(base, "float32", out=tmp_path / "baked")
-    model = get_peft_model(load_base(baked), LoraConfig(r=4, target_modules=r"model\.visual\..*\.(qkv|proj|gate_proj|up_proj|down_proj)", exclude_modules=r".*patch_embed.*", init_lora_weights=False))  # fmt: skip
+    model = get_peft_model(load_base(baked), LoraConfig(r=4,
+    target_modules=r"model\.visual\..*\.(qkv|proj|gate_proj|up_proj|down_proj)", exclude_modules=r".*patch_embed.*",
+    init_lora_weights=False))  # fmt: skip
     inputs = AutoProcessor.from_pretrained(base.path)(
         text=["<|vision_start|><|image_pad|><|vision_end|>2"], images=[picture(0)], return_tensors="pt"
     )

@@ -102,8 +102,10 @@ def test_trainer_and_engine_agree_on_what_follows_the_answer_of_a_tool(base, tmp
         for n in range(8)
     ]
     args = GRPOConfig(
-        str(tmp_path), per_device_train_batch_size=4, num_generations=2, max_completion_length=160, max_steps=4, learning_rate=1e-3,
-        vllm_max_model_length=1024, max_tool_calling_iterations=1, beta=0.0, use_cpu=True, bf16=True, save_strategy="no", report_to=[],
+        str(tmp_path), per_device_train_batch_size=4, num_generations=2, max_completion_length=160, max_steps=4,
+        learning_rate=1e-3,
+        vllm_max_model_length=1024, max_tool_calling_iterations=1, beta=0.0, use_cpu=True, bf16=True,
+        save_strategy="no", report_to=[],
         disable_tqdm=True,
     )  # fmt: skip
     seen = set()

@@ -61,7 +61,8 @@ def sees(completion_ids, bright, **_):
 
 def config(kind, out, **fields):
     fields = {
-        "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 4, "max_steps": 2, "learning_rate": 5e-3,
+        "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 4, "max_steps": 2,
+        "learning_rate": 5e-3,
         "lr_scheduler_type": "constant", "vllm_max_model_length": 96, "beta": 0.0, "use_cpu": True, "bf16": True,
         "save_strategy": "no", "report_to": [], "disable_tqdm": True, **fields,
     }  # fmt: skip
@@ -116,7 +117,8 @@ def test_a_policy_learns_what_only_the_picture_shows(base, tmp_path):
 
 @pytest.mark.parametrize(
     ("trainer_class", "config_class", "column"),
-    [(QLoRAGRPOTrainer, GRPOConfig, "images"), (QLoRARLOOTrainer, RLOOConfig, "images"), (QLoRAGRPOTrainer, GRPOConfig, "image")],
+    [(QLoRAGRPOTrainer, GRPOConfig, "images"), (QLoRARLOOTrainer, RLOOConfig, "images"), (QLoRAGRPOTrainer, GRPOConfig,
+    "image")],
 )  # fmt: skip
 def test_prompts_with_several_images_one_and_none_share_a_batch(base, tmp_path, trainer_class, config_class, column):
     images = [[picture(1)], [picture(2), picture(3, 84)], [picture(5, 84, 112)], None, [], [], [picture(4)], []]
@@ -162,7 +164,8 @@ def test_a_run_from_a_file_is_evaluated_and_talked_to_with_images(base, tmp_path
         "method": "grpo", "base": {"model": str(base.path)}, "adapter": {"r": 4, "target_modules": LANGUAGE},
         "data": {"train": "rows.jsonl", "images": "photo", "format": "chat", "columns": {"prompt": "question"}},
         "rewards": [{"use": "length_match", "arguments": {"at_most": 4}}], "run": {"dir": str(tmp_path / "run")},
-        "train": {"max_steps": 1, "per_device_train_batch_size": 8, "num_generations": 2, "max_completion_length": 4, "vllm_max_model_length": 64},
+        "train": {"max_steps": 1, "per_device_train_batch_size": 8, "num_generations": 2, "max_completion_length": 4,
+            "vllm_max_model_length": 64},
     }  # fmt: skip
     (tmp_path / "run.toml").write_text(to_toml(document))
     run = launch(read_config(tmp_path / "run.toml"))

@@ -23,7 +23,7 @@ def first_log(trainer):
     return trainer.state.log_history[0]
 
 
-# --- datasets --------------------------------------------------------------------------------------------------------------
+# --- datasets -------------------------------------------------------------------------------------------------------
 
 
 def test_plain_prompts_reach_the_reward_as_text_with_the_datasets_columns(make_trainer, plain):
@@ -68,7 +68,7 @@ def test_evaluation_generates_with_the_policy_of_the_last_step(make_trainer, pla
     assert metrics["eval_qlora_rl/mismatch_kl"] < 1e-4  # the engine samples from what the trainer holds
 
 
-# --- rewards ---------------------------------------------------------------------------------------------------------------
+# --- rewards --------------------------------------------------------------------------------------------------------
 
 
 def half(completions, **_):
@@ -161,7 +161,7 @@ def test_a_reward_model_scores_the_completions(form, make_trainer, reward_model,
     assert first_log(trainer)["rewards/judge/mean"] == pytest.approx(sum(scores) / len(scores), rel=0.05, abs=0.01)
 
 
-# --- rollout_func, tools, environments -------------------------------------------------------------------------------------
+# --- rollout_func, tools, environments ------------------------------------------------------------------------------
 
 
 def test_a_rollout_func_draws_from_the_current_policy_and_hands_fields_to_the_reward(make_trainer, engine, config):

@@ -81,7 +81,10 @@ def test_a_template_without_a_system_role_is_said_before_a_base_is_made(source, 
     monkeypatch.setattr("qlora_rl.base.checkpoint.prepare_base", lambda *_, **__: pytest.fail("a base was made"))
     strict, file = shutil.copytree(source, tmp_path / "strict"), str(tmp_path / "run.toml")
     tokenizer = AutoTokenizer.from_pretrained(strict)
-    tokenizer.chat_template = "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system here') }}{% endif %}{{ m['content'] }}{% endfor %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'system' %}"
+        "{{ raise_exception('no system here') }}{% endif %}{{ m['content'] }}{% endfor %}"
+    )
     tokenizer.save_pretrained(strict)
     read("grpo", CHAT, base={"model": str(strict)})
     for words in (["train", file, "--check"], ["data", file], ["train", file]):
@@ -177,7 +180,9 @@ def test_the_command_shows_rows_and_counts_those_that_are_too_long(read, source,
     assert SYSTEM in out
     assert "row 0" in out
     assert "row 1" not in out
-    counts = [len(_ids(AutoTokenizer.from_pretrained(source), "prompt", [{"role": "system", "content": SYSTEM}, {"role": "user", "content": json.loads(line)["question"]}], {})) for line in GSM8K.read_text().splitlines()[:4]]  # fmt: skip
+    counts = [len(_ids(AutoTokenizer.from_pretrained(source), "prompt", [{"role": "system", "content": SYSTEM},
+    {"role": "user", "content": json.loads(line)["question"]}],
+    {})) for line in GSM8K.read_text().splitlines()[:4]]  # fmt: skip
     over = sum(count > 320 for count in counts)
     assert 0 < over < 4
     assert f"{over} of 4 rows have more than 320 (vllm_max_model_length=420 - max_completion_length=100)" in out

@@ -162,7 +162,8 @@ def test_prompts_are_those_of_trl(tmp_path, architecture):
     ]
     for prompt in (asked, placed):
         theirs = processor.apply_chat_template(
-            [prepare_multimodal_messages(prompt, images=images)], add_generation_prompt=True, tokenize=True, return_dict=True
+            [prepare_multimodal_messages(prompt, images=images)], add_generation_prompt=True, tokenize=True,
+            return_dict=True
         )["input_ids"][0]  # fmt: skip
         ours = encode(processor, with_images(prompt, images))
         assert isinstance(ours, ImagePrompt)

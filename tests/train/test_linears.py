@@ -29,7 +29,8 @@ def linear(rows=96, columns=128, blocksize=64, nested=False, bias=True, quant="n
         columns, rows, bias=bias, compute_dtype=dtype, compress_statistics=nested, quant_type=quant
     )
     made.weight = bnb.nn.Params4bit(
-        torch.randn(rows, columns).to(BF16), requires_grad=False, quant_type=quant, blocksize=blocksize, compress_statistics=nested
+        torch.randn(rows, columns).to(BF16), requires_grad=False, quant_type=quant, blocksize=blocksize,
+        compress_statistics=nested
     ).to("cpu")  # fmt: skip
     if bias:
         made.bias = torch.nn.Parameter(torch.randn(rows).to(BF16), requires_grad=False)

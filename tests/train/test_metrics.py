@@ -92,7 +92,7 @@ def test_a_step_writes_the_profile_and_the_threshold(make_trainer, config, tmp_p
     assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
 
 
-# --- what goes wrong behind the canary's back, in every trainer that samples ----------------------------------------------
+# --- what goes wrong behind the canary's back, in every trainer that samples ----------------------------------------
 
 MODULE = "model.layers.1.mlp.down_proj"
 

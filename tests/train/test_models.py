@@ -57,7 +57,7 @@ def assert_only_the_adapter_learns(trainer, steps=1):
     assert any(not torch.equal(after[n], adapter_before[n]) for n in after if "lora_B" in n)
 
 
-# --- model --------------------------------------------------------------------------------------------------------------
+# --- model ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_prepared_base_keeps_its_bytes_while_the_adapter_learns(make_trainer, base, config):
@@ -152,7 +152,7 @@ def test_quantization_config_may_stand_in_model_init_kwargs(make_trainer, model_
     assert trainer.model.config._attn_implementation == "eager"
 
 
-# --- the adapter's dtype, optimizers, callbacks --------------------------------------------------------------------------
+# --- the adapter's dtype, optimizers, callbacks ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -204,7 +204,7 @@ def test_callbacks_are_called(make_trainer):
     assert count.steps == 1
 
 
-# --- processing_class ----------------------------------------------------------------------------------------------------
+# --- processing_class -----------------------------------------------------------------------------------------------
 
 
 def test_a_processing_class_is_used_and_without_one_the_bases_own_is_loaded(make_trainer, base, config, tmp_path):
@@ -224,7 +224,7 @@ def test_a_model_object_without_a_name_takes_its_tokenizer_from_processing_class
     assert_only_the_adapter_learns(trainer)
 
 
-# --- the reference ---------------------------------------------------------------------------------------------------------
+# --- the reference --------------------------------------------------------------------------------------------------
 
 
 def test_with_beta_the_reference_of_a_new_adapter_is_the_base(make_trainer, config):

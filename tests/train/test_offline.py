@@ -72,7 +72,10 @@ def test_what_would_change_the_vocabulary_is_rejected(kind, make, base, tmp_path
 @pytest.mark.parametrize("kind", KINDS)
 def test_messages_that_the_chat_template_does_not_take_are_rejected(kind, make, base):
     tokenizer = AutoTokenizer.from_pretrained(base.path)
-    tokenizer.chat_template = "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ m['content'] }}{% endfor %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'system' %}"
+        "{{ raise_exception('no system') }}{% endif %}{{ m['content'] }}{% endfor %}"
+    )
     user, system, answer = ({"role": role, "content": "1"} for role in ("user", "system", "assistant"))
     names = ("chosen", "rejected") if kind == "dpo" else ("completion",)
     rows = [{"prompt": asked, **{name: [answer] for name in names}} for asked in ([user], [user], [system, user])]
@@ -233,7 +236,8 @@ def test_without_an_adapter_and_with_an_unknown_dtype_there_is_a_way_out(kind, m
 def test_sft_takes_conversations_and_evaluates(make, tmp_path):
     chats = Dataset.from_list(
         [
-            {"prompt": [{"role": "user", "content": f"{a}+1="}], "completion": [{"role": "assistant", "content": str(a + 1)}]}
+            {"prompt": [{"role": "user", "content": f"{a}+1="}], "completion": [{"role": "assistant",
+            "content": str(a + 1)}]}
             for a in range(4)
         ]
     )  # fmt: skip

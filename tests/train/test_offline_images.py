@@ -50,7 +50,8 @@ def row(number, images=None):
 
 def arguments(out, **fields):
     usual = {
-        "per_device_train_batch_size": 8, "learning_rate": 5e-3, "max_steps": 30, "logging_steps": 1, "use_cpu": True, "bf16": True,
+        "per_device_train_batch_size": 8, "learning_rate": 5e-3, "max_steps": 30, "logging_steps": 1, "use_cpu": True,
+        "bf16": True,
         "save_strategy": "no", "report_to": [], "disable_tqdm": True, "lr_scheduler_type": "constant",
     }  # fmt: skip
     return SFTConfig(output_dir=str(out), **usual | fields)
@@ -131,7 +132,8 @@ def test_a_run_of_a_file_learns_from_images_too(base, tmp_path, method):
     document = {
         "method": method, "base": {"model": str(base.path)}, "adapter": {"r": 4, "target_modules": LANGUAGE},
         "data": {"train": "rows.jsonl", "images": "photo", "format": "chat", "columns": columns[method]},
-        "train": {"max_steps": 2, "per_device_train_batch_size": 4, "learning_rate": 1e-3}, "run": {"dir": str(tmp_path / "run")},
+        "train": {"max_steps": 2, "per_device_train_batch_size": 4, "learning_rate": 1e-3},
+        "run": {"dir": str(tmp_path / "run")},
     }  # fmt: skip
     (tmp_path / "run.toml").write_text(to_toml(document))
     run = launch(read_config(tmp_path / "run.toml"))
@@ -156,7 +158,8 @@ def preferring(out, **fields):
         if name in ("per_device_train_batch_size", "save_strategy", "report_to")
     }
     return DPOConfig(
-        output_dir=str(out), use_cpu=True, bf16=True, disable_tqdm=True, logging_steps=1, lr_scheduler_type="constant", **usual | fields
+        output_dir=str(out), use_cpu=True, bf16=True, disable_tqdm=True, logging_steps=1, lr_scheduler_type="constant",
+        **usual | fields
     )  # fmt: skip
 
 
@@ -178,7 +181,8 @@ def test_preferences_that_only_the_picture_explains_are_learned_and_the_losses_a
         trainer.train()
         processor = trainer.processing_class
     theirs = DPOTrainer(
-        model=load_base(base), args=preferring(tmp_path / "theirs", **fields), train_dataset=rows, processing_class=processor, peft_config=lora,
+        model=load_base(base), args=preferring(tmp_path / "theirs", **fields), train_dataset=rows,
+        processing_class=processor, peft_config=lora,
     )  # fmt: skip
     theirs.train()
     logged = [line["loss"] for line in theirs.state.log_history if "loss" in line]

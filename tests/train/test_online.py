@@ -70,7 +70,7 @@ def test_a_greedy_temperature_is_rejected(kind, make_online):
         make_online(kind, {"generation_kwargs": {"temperature": 0.0}})
 
 
-# --- both -----------------------------------------------------------------------------------------------------------------
+# --- both -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -173,7 +173,7 @@ def test_several_weighted_rewards_with_columns_and_conversations(kind, make_onli
     assert {answer for _, answer in seen} <= {"0", "1", "2", "3"}
 
 
-# --- RLOO -----------------------------------------------------------------------------------------------------------------
+# --- RLOO -----------------------------------------------------------------------------------------------------------
 
 
 async def by_index(completions, **_):
@@ -186,7 +186,7 @@ def test_rloo_awaits_asynchronous_rewards_and_evaluates(make_online, plain):
     assert trainer.evaluate()["eval_reward"] >= 0
 
 
-# --- online DPO -----------------------------------------------------------------------------------------------------------
+# --- online DPO -----------------------------------------------------------------------------------------------------
 
 
 def test_the_pair_is_two_completions_of_each_prompt(make_online):
@@ -239,7 +239,7 @@ def test_what_online_dpo_of_trl_cannot_is_said_before_the_first_step(make_online
         make_online("online_dpo", train_dataset=pictures)
 
 
-# --- attach ---------------------------------------------------------------------------------------------------------------
+# --- attach ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -22,7 +22,8 @@ from qlora_rl.train.scoring.row import make_row
 WORDS, LONGEST = 97, 24
 TINY = {
     "vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
 }  # fmt: skip
 MODELS = {
     "Llama": {},

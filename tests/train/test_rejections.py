@@ -35,7 +35,7 @@ def peft_model(base):
     return make
 
 
-# --- adapters --------------------------------------------------------------------------------------------------------------
+# --- adapters -------------------------------------------------------------------------------------------------------
 
 NOT_LORA = {
     "IA3": (peft.IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[]), "LoraConfig"),
@@ -180,7 +180,7 @@ def test_full_weights_for_an_engine_that_cannot_take_them_are_rejected_with_the_
         make_trainer(sync="weights")
 
 
-# --- models ----------------------------------------------------------------------------------------------------------------
+# --- models ---------------------------------------------------------------------------------------------------------
 
 IN_8_BIT = BitsAndBytesConfig(load_in_8bit=True)
 IN_4_BIT = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
@@ -306,7 +306,7 @@ def test_an_optimizer_for_other_parameters_is_rejected(make_trainer, base):
         make_trainer(model=model, optimizers=(optimizer, None))
 
 
-# --- rewards ---------------------------------------------------------------------------------------------------------------
+# --- rewards --------------------------------------------------------------------------------------------------------
 
 
 def as_async(function):
@@ -404,7 +404,8 @@ def test_a_reward_whose_column_was_removed_is_told_of_the_switch(make_trainer, c
 STRICT = (
     "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     "{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('Conversation roles must alternate user/assistant') }}{% endif %}{{ message['content'] }}{% endfor %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant') }}{% endif %}"
+    "{{ message['content'] }}{% endfor %}"
 )
 
 
@@ -465,7 +466,7 @@ def test_a_missing_weight_is_rejected(make_trainer, config):
         make_trainer(args=config(reward_weights=[1.0, 2.0]))
 
 
-# --- prompts, runs ---------------------------------------------------------------------------------------------------------
+# --- prompts, runs --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("argument", ["train_dataset", "eval_dataset"])

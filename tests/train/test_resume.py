@@ -52,12 +52,15 @@ CASES = {
     # steps, saved at, killed before; fields
     "in the first epoch": (6, 3, 5, {}),
     "in the third epoch, in another order than the first": (12, 10, 11, {"train_dataset": rows(8)}),
-    "completions of an earlier step": (8, 3, 5, {"num_iterations": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4}),
+    "completions of an earlier step": (8, 3, 5, {"num_iterations": 2, "gradient_accumulation_steps": 2,
+    "steps_per_generation": 4}),
     "between two lines of the log": (8, 3, 5, {"logging_steps": 2}),
-    "evaluation pushes before the checkpoint": (6, 3, 5, {"eval_dataset": rows(2, 60), "eval_strategy": "steps", "eval_steps": 3}),
+    "evaluation pushes before the checkpoint": (6, 3, 5, {"eval_dataset": rows(2, 60), "eval_strategy": "steps",
+    "eval_steps": 3}),
     "bfloat16 adapter": (6, 3, 5, {"adapter_dtype": "bfloat16"}),
     "a penalty against the base": (6, 3, 5, {"beta": 0.1}),
-    "a start of twice the rank": (6, 3, 5, {"peft_config": lora(init_lora_weights="pissa_niter_2"), "weight_decay": 0.1}),
+    "a start of twice the rank": (6, 3, 5, {"peft_config": lora(init_lora_weights="pissa_niter_2"),
+    "weight_decay": 0.1}),
 }  # fmt: skip
 
 
@@ -195,10 +198,12 @@ def test_another_run_is_rejected_by_name_and_nothing_is_touched(base, apart, oth
         r"args\.learning_rate was 0\.01 and is 0\.02": {"learning_rate": 0.02},
         r"args\.num_generations was 2 and is 4": {"num_generations": 4},
         "train_dataset was": {"train_dataset": rows(16, 20)},
-        r"peft_config\.r was 4 and is 8": {"peft_config": LoraConfig(r=8, lora_alpha=8, lora_dropout=0.1, target_modules=["q_proj", "down_proj"])},
+        r"peft_config\.r was 4 and is 8": {"peft_config": LoraConfig(r=8, lora_alpha=8, lora_dropout=0.1,
+        target_modules=["q_proj", "down_proj"])},
         "adapter_dtype was": {"adapter_dtype": "bfloat16"},
         # Made of twice its rank, which is that of the run.
-        'start was "plain" and is "pissa"': {"peft_config": LoraConfig(r=2, lora_alpha=4, lora_dropout=0.1, target_modules=["q_proj", "down_proj"], init_lora_weights="pissa")},
+        'start was "plain" and is "pissa"': {"peft_config": LoraConfig(r=2, lora_alpha=4, lora_dropout=0.1,
+        target_modules=["q_proj", "down_proj"], init_lora_weights="pissa")},
     }  # fmt: skip
     for wanted, fields in others.items():
         with pytest.raises(ConfigConflictError, match=wanted):

@@ -134,7 +134,7 @@ def test_an_engine_that_cannot_sleep_is_reported(make_trainer, config, colocate,
     assert "cannot sleep" in caplog.text
 
 
-# --- what TRL checks only under use_vllm=True ------------------------------------------------------------------------------
+# --- what TRL checks only under use_vllm=True -----------------------------------------------------------------------
 
 
 def test_vespo_with_a_sequence_correction_is_rejected_as_under_use_vllm(make_trainer, config):
@@ -276,7 +276,7 @@ def test_another_rollout_is_rejected(rollout, error, make_trainer):
         make_trainer(rollout=rollout)
 
 
-# --- the caller's config -----------------------------------------------------------------------------------------------------
+# --- the caller's config --------------------------------------------------------------------------------------------
 
 
 def test_the_callers_config_is_not_changed(make_trainer, config, plain, model_dir, colocate):
@@ -304,7 +304,7 @@ def test_without_a_config_the_run_has_trls_defaults(make_trainer, tmp_path, monk
     assert (tmp_path / "qlora-grpo" / "config.json").is_file()
 
 
-# --- steps -----------------------------------------------------------------------------------------------------------------
+# --- steps ----------------------------------------------------------------------------------------------------------
 
 
 def pushes(trainer):

@@ -127,7 +127,8 @@ def test_the_loss_reads_the_ratio_of_this_pass(
     def moved(name):
         args = config(
             output_dir=str(tmp_path / name), max_steps=1, learning_rate=1.0, optim="sgd", max_grad_norm=0.0, seed=3,
-            vllm_importance_sampling_mode=mode, vllm_importance_sampling_clip_min=low, vllm_importance_sampling_clip_max=high,
+            vllm_importance_sampling_mode=mode, vllm_importance_sampling_clip_min=low,
+            vllm_importance_sampling_clip_max=high,
         )  # fmt: skip
         trainer = make_trainer(args=args, on_mismatch="warn", canary_every=0)
         torch.manual_seed(0)

@@ -24,8 +24,10 @@ def gemma2(spread=0.3, of_scores=0.6, **fields):
     """Float32, with scores that reach the bound."""
     torch.manual_seed(0)
     shape = {
-        "vocab_size": WORDS, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 16, "query_pre_attn_scalar": 16, "max_position_embeddings": 256, "sliding_window": 16,
+        "vocab_size": WORDS, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "query_pre_attn_scalar": 16, "max_position_embeddings": 256,
+        "sliding_window": 16,
     }  # fmt: skip
     config = transformers.Gemma2Config(**shape | {"attn_logit_softcapping": 50.0} | fields)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)

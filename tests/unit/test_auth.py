@@ -11,8 +11,10 @@ from qlora_rl.engine.server.auth import Gate, Visits
 
 KEY = "a-key-of-some-length"
 PATHS = [
-    "/v1/models", "/v1/chat/completions", "/metrics", "/docs", "/redoc", "/openapi.json", "/collective_rpc", "/pause", "/tokenize",
-    "/invocations", "/ping", "/qlora/v1/state", "/nothing/of/the/kind", "/", "", "//health", "/health/", "/healthy", "/HEALTH",
+    "/v1/models", "/v1/chat/completions", "/metrics", "/docs", "/redoc", "/openapi.json", "/collective_rpc", "/pause",
+    "/tokenize",
+    "/invocations", "/ping", "/qlora/v1/state", "/nothing/of/the/kind", "/", "", "//health", "/health/", "/healthy",
+    "/HEALTH",
     "/v1/../health", "/health/../metrics",
 ]  # fmt: skip
 

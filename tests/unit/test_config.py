@@ -75,18 +75,22 @@ WRONG = {
         "eval_split": [([], TEXT)],
         "subset": [(1, TEXT), ("main", "train names a file")],
         "revision": [(1.5, TEXT), ("main", "train names a file")],
-        "columns": [({"a": []}, "strings"), ("prompt", "a table of strings"), ({"text": "txet"}, "no column 'txet', but prompt, answer, careless")],
+        "columns": [({"a": []}, "strings"), ("prompt", "a table of strings"), ({"text": "txet"},
+            "no column 'txet', but prompt, answer, careless")],
         "prompt_template": [
             ("no braces", "names no column"),
             ("{", "is no template"),
             ("{question}", "no column 'question'"),
             (1, TEXT),
         ],
-        "extract": [({"answer": "("}, "is no regular expression"), ({"answer": "(a)(b)"}, "has 2 groups"), ("####", "a table of strings")],
+        "extract": [({"answer": "("}, "is no regular expression"), ({"answer": "(a)(b)"}, "has 2 groups"), ("####",
+            "a table of strings")],
         "format": [("chatml", "none of 'plain', 'chat'")],
         "system_prompt": [(1, TEXT), ("Think.", "Set [data] format = 'chat'")],
-        "chat_template_kwargs": [("x", "a table of values"), ({"enable_thinking": False}, "Set [data] format = 'chat'")],
-        "images": [(1, TEXT), ("image", "Set [data] format = 'chat'"), ("image", "train has no column 'image', but prompt, answer, careless")],
+        "chat_template_kwargs": [("x", "a table of values"), ({"enable_thinking": False},
+            "Set [data] format = 'chat'")],
+        "images": [(1, TEXT), ("image", "Set [data] format = 'chat'"), ("image",
+            "train has no column 'image', but prompt, answer, careless")],
         "limit": [(0, "at least 1"), ("all", WHOLE)],
     },
     "rewards": {
@@ -99,8 +103,10 @@ WRONG = {
         "weight": [("1", NUMBER), (True, NUMBER)],
         "arguments": [({"colum": "x"}, "did you mean 'column'"), ("x", TABLE)],
     },
-    "tools": {"use": [("tools.py:f", "a list of strings"), (["f"], "'f' is not path.py:name"), (["/nowhere/t.py:f"], "No such file")]},
-    "environment": {"use": [(1, TEXT), ("Game", "'Game' is not path.py:name"), ({"a": "/nowhere/t.py:f"}, "No such file")]},
+    "tools": {"use": [("tools.py:f", "a list of strings"), (["f"], "'f' is not path.py:name"), (["/nowhere/t.py:f"],
+        "No such file")]},
+    "environment": {"use": [(1, TEXT), ("Game", "'Game' is not path.py:name"), ({"a": "/nowhere/t.py:f"},
+        "No such file")]},
     "rollout": {
         "where": [("colocat", "did you mean 'colocate'"), ([], "names no server"), (["localhost:8000"], "nor a URL")],
         "api_key_file": [("/nowhere", "no file /nowhere"), (1, TEXT)],
@@ -219,8 +225,10 @@ def test_what_is_said_in_place_of_a_kind_is_taken(tmp_path):
 def test_everything_is_said_at_once(tmp_path):
     file = tmp_path / "some.toml"
     file.write_text(
-        'method = "gpro"\nepochs = 3\n[base]\nmdel = "x"\n[adapter]\nrank = 8\nr = "8"\n[sinc]\nhow = 1\n[run]\nlora_alpha = 2\n'
-        '[rollout]\nwhere = "colocat"\n[[rewards]]\nuse = "length_match"\n[[rewards]]\nuse = "format_match"\nweight = "1"\n'
+        'method = "gpro"\nepochs = 3\n[base]\nmdel = "x"\n[adapter]\nrank = 8\nr = "8"\n'
+        "[sinc]\nhow = 1\n[run]\nlora_alpha = 2\n"
+        '[rollout]\nwhere = "colocat"\n[[rewards]]\nuse = "length_match"\n'
+        '[[rewards]]\nuse = "format_match"\nweight = "1"\n'
     )
     found = reasons(file, "rewards.5.weight=2", "adapter")
     for wanted in (
@@ -247,27 +255,36 @@ def test_everything_is_said_at_once(tmp_path):
     ("changes", "place", "said"),
     [
         ({"rewards": None}, "[[rewards]]", "scores completions"),
-        ({"method": "dpo", "rewards": None}, "[data] train", "needs the columns chosen and rejected; there are answer, careless, prompt"),
+        ({"method": "dpo", "rewards": None}, "[data] train",
+            "needs the columns chosen and rejected; there are answer, careless, prompt"),
         ({"method": "sft"}, "[[rewards]]", "scores no completions"),
         ({"method": "sft", "rewards": None, "sync": {"how": "weights"}}, "[sync] how", "not to method = 'sft'"),
-        ({"method": "sft", "rewards": None, "run": {"gpu_memory": 8}}, "[run] gpu_memory", "belongs to grpo, rloo, async_grpo, not"),
-        ({"method": "sft", "rewards": None, "adapter": {"kind": "none"}, "base": {"model": "a", "quant": "none"}}, "[adapter] kind", "adapters only"),
-        ({"base": {"model": "a", "quant": "none"}, "adapter": {"kind": "none"}}, "[adapter] kind", "Set [sync] how = 'weights'"),
+        ({"method": "sft", "rewards": None, "run": {"gpu_memory": 8}}, "[run] gpu_memory",
+            "belongs to grpo, rloo, async_grpo, not"),
+        ({"method": "sft", "rewards": None, "adapter": {"kind": "none"}, "base": {"model": "a", "quant": "none"}},
+            "[adapter] kind", "adapters only"),
+        ({"base": {"model": "a", "quant": "none"}, "adapter": {"kind": "none"}}, "[adapter] kind",
+            "Set [sync] how = 'weights'"),
         ({"adapter": {"kind": "none"}, "run": {"gpu_memory": 8}}, "[run] gpu_memory", "cannot be planned"),
-        ({"method": "async_grpo", "train": {"vllm_enable_sleep_mode": True}}, "[train] vllm_enable_sleep_mode", "cannot sleep"),
+        ({"method": "async_grpo", "train": {"vllm_enable_sleep_mode": True}}, "[train] vllm_enable_sleep_mode",
+            "cannot sleep"),
         ({"adapter": {"kind": "none", "r": 4}}, "[adapter] r", "trains no adapter"),
-        ({"adapter": {"use_dora": True}, "sync": {"how": "lora_adapter"}}, "[sync] how", "use_dora cannot be synced alone"),
+        ({"adapter": {"use_dora": True}, "sync": {"how": "lora_adapter"}}, "[sync] how",
+            "use_dora cannot be synced alone"),
         ({"rollout": {"where": "http://a", "base_compute": "baked"}}, "[rollout] base_compute", "when it was started"),
         ({"rollout": {"where": "server", "vllm": {"a": 1}}}, "[rollout] vllm", "where = 'ray' only"),
         ({"rollout": {"where": "server", "replicas": 2}}, "[rollout] replicas", "belongs to where = 'ray'"),
         ({"rollout": {"api_key_file": str(ROOT / "Makefile")}}, "[rollout] api_key_file", "only a server needs a key"),
         ({"rollout": {"where": "server", "share_base": True}}, "[rollout] share_base", "nothing can be shared"),
-        ({"train": {"vllm_max_model_length": 64, "max_completion_length": 64}}, "[train] max_completion_length", "no room for a prompt"),
+        ({"train": {"vllm_max_model_length": 64, "max_completion_length": 64}}, "[train] max_completion_length",
+            "no room for a prompt"),
         ({"train": {"eval_strategy": "steps"}}, "[train] eval_strategy", "Set [data] eval"),
-        ({"data": {**GOOD["data"], "columns": {"prompt": "answer"}, "prompt_template": "{answer}"}}, "[data] prompt_template", "columns does so"),
+        ({"data": {**GOOD["data"], "columns": {"prompt": "answer"}, "prompt_template": "{answer}"}},
+            "[data] prompt_template", "columns does so"),
         ({"data": {**GOOD["data"], "columns": {"question": "prompt"}}}, "[data] train", "needs the columns prompt"),
         ({"base": {"model": str(ROOT), "revision": "main"}}, "[base] revision", "names a directory"),
-        ({"rewards": [{"use": "numeric_match", "arguments": {"column": "solution"}}]}, "[[rewards]] arguments", "there are answer, careless, prompt"),
+        ({"rewards": [{"use": "numeric_match", "arguments": {"column": "solution"}}]}, "[[rewards]] arguments",
+            "there are answer, careless, prompt"),
         ({"train": 3}, "[train]", "3 is not a table"),
         ({"sync": "auto"}, "[sync]", "'auto' is not a table"),
         ({"rewards": {"use": "exact_match"}}, "[[rewards]]", "is a list of tables"),
@@ -550,7 +567,8 @@ def test_a_cards_size_is_read_with_its_unit(said, tmp_path):
 
 def test_a_set_replaces_adds_and_needs_no_quotes(tmp_path):
     overrides = [
-        "adapter.r=32", "base.model=a/b", 'adapter.target_modules=["q_proj"]', "rewards.0.weight=2", "train.learning_rate=1e-3",
+        "adapter.r=32", "base.model=a/b", 'adapter.target_modules=["q_proj"]', "rewards.0.weight=2",
+        "train.learning_rate=1e-3",
         "method=rloo", "adapter.use_rslora=true",
     ]  # fmt: skip
     config = read_config(written(tmp_path, GOOD), overrides, asks_trl=False)
@@ -614,10 +632,13 @@ LEAVES = st.one_of(
     st.floats(allow_nan=False),
     st.text(st.characters(exclude_categories=["Cs"])),
 )
-VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), inner, max_size=3), max_leaves=8)  # fmt: skip
+VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner,
+max_size=3) | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), inner, max_size=3),
+max_leaves=8)  # fmt: skip
 
 
-ODD = ["a" * 5000 + ".jsonl", "/" + "b" * 5000, "a" * 5000 + ".py:f", "~nobody/x", "\0", "/a\0.jsonl", ".", "/", ":", ".py:f", "http://", "{0}", "{!r}"]  # fmt: skip
+ODD = ["a" * 5000 + ".jsonl", "/" + "b" * 5000, "a" * 5000 + ".py:f", "~nobody/x", "\0", "/a\0.jsonl", ".", "/", ":",
+".py:f", "http://", "{0}", "{!r}"]  # fmt: skip
 
 
 @pytest.mark.parametrize(

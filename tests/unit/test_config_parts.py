@@ -48,7 +48,8 @@ def test_parquet_is_read_and_its_columns_are_known_before(tmp_path):
     file = written(tmp_path, with_field("data", "train", str(parquet)))
     found = reasons(file)
     assert found == (
-        "[data] train: method = 'grpo' needs the columns prompt; there are answer, question. Rename them with [data] columns",
+        "[data] train: method = 'grpo' needs the columns prompt; there are answer, question. "
+        "Rename them with [data] columns",
     )
     dataset, _ = load_data(data_of(tmp_path, train=str(parquet), columns={"prompt": "question"}))
     assert dataset[:2] == {"prompt": ["1+1="] * 2, "answer": ["2"] * 2}

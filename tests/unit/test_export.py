@@ -386,7 +386,7 @@ def test_without_the_check_it_is_the_same_export_and_the_card_says_that_nobody_h
         export(run, out=tmp_path / "c", check=False, max_kl=1.0)
 
 
-# --- GGUF -----------------------------------------------------------------------------------------------------------------
+# --- GGUF -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama"])
@@ -587,7 +587,7 @@ def test_without_the_gguf_package_it_is_said_what_to_install(run, tmp_path, monk
         export(run, "gguf", out=tmp_path / "a")
 
 
-# --- llama.cpp ------------------------------------------------------------------------------------------------------------
+# --- llama.cpp ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])

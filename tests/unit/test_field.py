@@ -22,7 +22,8 @@ def module(name):
 
 def run(accuracy, step, *, kl=1e-5, drift=0.0, push=0.002):
     return {
-        "accuracy_after": accuracy, "mismatch_kl_median": kl, "base_drift": drift, "steps_per_s": 1 / step, "sync_seconds": push,
+        "accuracy_after": accuracy, "mismatch_kl_median": kl, "base_drift": drift, "steps_per_s": 1 / step,
+        "sync_seconds": push,
         "rollout_tokens_per_s": 1000.0, "peak_gib": 1.0, "process_seconds": 30.0,
     }  # fmt: skip
 
@@ -30,7 +31,8 @@ def run(accuracy, step, *, kl=1e-5, drift=0.0, push=0.002):
 RESULT = {
     "steps": 50, "seeds": [0, 1, 2], "is_short": False,
     "contenders": {
-        "qlora_rl": {"title": "**ours**", "status": "ran", "runs": {"0": run(0.9, 0.5), "1": run(1.0, 0.5), "2": run(0.95, 0.7)}},
+        "qlora_rl": {"title": "**ours**", "status": "ran", "runs": {"0": run(0.9, 0.5), "1": run(1.0, 0.5),
+            "2": run(0.95, 0.7)}},
         "trl-4bit": {"title": "TRL", "status": "ran", "runs": {"0": run(0.1, 0.4, kl=1.0, drift=0.02, push=0.1)}},
         "torchrl-own": {"title": "own", "status": "failed", "why": "ImportError: a | b", "runs": {}},
         "draw-stock": {"title": "stock", "status": "ran", "runs": {"0": {"tokens_per_s": 5.0, "peak_gib": 2.0}}},
@@ -71,8 +73,10 @@ def test_who_lacks_something_or_fails_is_written_down_with_the_reason(tmp_path):
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        ("Traceback\n  File x\nImportError: cannot import name 'A' (/a/b/c.py)\n", "ImportError: cannot import name 'A'"),
-        ("[rank0]: Traceback\n[rank0]: torch.cuda.OutOfMemoryError: much\nwarning: bye\n", "torch.cuda.OutOfMemoryError: much"),
+        ("Traceback\n  File x\nImportError: cannot import name 'A' (/a/b/c.py)\n",
+            "ImportError: cannot import name 'A'"),
+        ("[rank0]: Traceback\n[rank0]: torch.cuda.OutOfMemoryError: much\nwarning: bye\n",
+            "torch.cuda.OutOfMemoryError: much"),
         ("Killed\n", "Killed"),
         ("", "it said nothing"),
     ],
@@ -164,7 +168,8 @@ def test_a_constant_is_read_where_it_is_given(place, value):
         ("off by 0.71 %", {"says": "off by 0.71 %", **MEASURED, "file": "gone.json"}, "there is no gone.json"),
         ("off by 0.71 %", {"says": "off by 0.71 %", "setting": "x"}, "say what it is"),
         ("3 % faster", {"says": "3 % faster", **SET, "values": [["MARGIN"]], "scale": 100}, None),
-        ("4 % faster", {"says": "4 % faster", **SET, "values": [["MARGIN"]], "scale": 100}, "4, but qlora_rl/engine/linears/kernel_choice.py has 3"),
+        ("4 % faster", {"says": "4 % faster", **SET, "values": [["MARGIN"]], "scale": 100},
+            "4, but qlora_rl/engine/linears/kernel_choice.py has 3"),
         ("3 % faster", {"says": "3 % faster", **SET, "values": [["GONE"]]}, "has nothing at"),
         ("off by 0.71 %", {"says": "off by 0.71 %"}, "no source"),
         ("off by 0.71 %", {"says": "off by 0.71 %", "log": "2026-01-01"}, None),

@@ -97,7 +97,8 @@ class Replica:
             return {"held": {"A": "lie" if self.lies else self.digest}}
         if path == "/base":
             return {"leaves": {}, "facts": {} if self.base == BASE else {"dtype": "another"}}
-        return {"name": self.name, "base": self.base, "max_lora_rank": 8, "max_model_length": 64, "max_body_bytes": 10**6,
+        return {"name": self.name, "base": self.base, "max_lora_rank": 8, "max_model_length": 64,
+        "max_body_bytes": 10**6,
                 "adapter_dtype": self.dtype, "adapter_dir": "/nowhere", "holds_two": self.holds_two}  # fmt: skip
 
     def marks(self):

@@ -235,7 +235,8 @@ check = importlib.util.module_from_spec(spec)
 sys.modules["gpu_check"] = check
 spec.loader.exec_module(check)
 home = pathlib.Path(sys.argv[2])
-first = check.Piece("first", ("{python}", "-c", "import sys; open(sys.argv[1], 'a').write('x')", str(home / "first.ran")), 120)
+write = "import sys; open(sys.argv[1], 'a').write('x')"
+first = check.Piece("first", ("{python}", "-c", write, str(home / "first.ran")), 120)
 second = check.Piece("second", ("{python}", "-c", sys.argv[3], str(home / "pids")), 500)
 with check._stopped_by_sigterm():
     check.run_all([first, second], home / "state", os.environ, cwd=home)

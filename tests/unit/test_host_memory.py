@@ -11,7 +11,8 @@ from qlora_rl.cli import main
 from qlora_rl.memory.plan import GIB, largest_length
 
 FIELDS = {
-    "vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32,
+    "vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36,
+    "num_attention_heads": 32,
     "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131_072, "tie_word_embeddings": False,
 }  # fmt: skip
 # 36 layer inputs of 40,960 tokens x 4096 numbers x 2 bytes, each in a block of 512 MiB; and as much again for blocks of

@@ -12,7 +12,8 @@ import qlora_rl
 
 PACKAGE = Path(qlora_rl.__file__).parent
 LAYERS = {
-    "errors": 0, "contracts": 0, "distributed": 0, "sharded_tensors": 0, "locks": 0, "cpu_features": 0, "cpu_matmul": 0, "fidelity": 0, "rewards": 0,
+    "errors": 0, "contracts": 0, "distributed": 0, "sharded_tensors": 0, "locks": 0, "cpu_features": 0,
+    "cpu_matmul": 0, "fidelity": 0, "rewards": 0,
     "image_io": 0, "versions": 0, "store_messages": 0, "documents": 0, "stages": 0,
     "base": 1,
     "adapter": 2, "memory": 2,
@@ -40,7 +41,8 @@ OWNERS = {
 VLLM_PUBLIC = {"vllm", "vllm.entrypoints.llm", "vllm.lora.request", "vllm.sampling_params"}
 # Names of vLLM's and its plugin's objects that it documents nowhere.
 VLLM_PRIVATE = {
-    "_adapter_manager", "lora_index_to_id", "lora_a_stacked", "bnb_quant_state", "bnb_shard_offsets", "shard_indices", "cpu_linear",
+    "_adapter_manager", "lora_index_to_id", "lora_a_stacked", "bnb_quant_state", "bnb_shard_offsets", "shard_indices",
+    "cpu_linear",
     "driver_worker", "openai_serving_models", "render_cmpl",
 }  # fmt: skip
 # The subpackages of a package, each of which imports only those before it; "" are the modules beside them.

@@ -64,7 +64,8 @@ def known(name):
     shapes = {
         "Qwen2.5-0.5B": (
             transformers.Qwen2Config(
-                vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
+                vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
+                num_attention_heads=14,
                 num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=32_768,
             ),
             494_032_768,
@@ -498,7 +499,8 @@ def test_a_changed_estimate_is_the_one_that_would_have_been_planned(change):
 
 # GiB that PyTorch's out-of-memory messages quote as "a total capacity of", for cards sold as so many GB.
 REPORTED = [
-    (16, 14.56), (24, 21.95), (24, 22.38), (24, 23.64), (32, 31.36), (40, 39.38), (48, 44.40), (80, 79.14), (141, 139.72),
+    (16, 14.56), (24, 21.95), (24, 22.38), (24, 23.64), (32, 31.36), (40, 39.38), (48, 44.40), (80, 79.14), (141,
+        139.72),
 ]  # fmt: skip
 
 

@@ -59,7 +59,7 @@ def test_a_judgement_is_right_at_all(tests):
     assert not passes(program.replace("+", "-"), tests)
 
 
-# --- programs that cheat -----------------------------------------------------------------------------------------------------
+# --- programs that cheat --------------------------------------------------------------------------------------------
 
 # By what they do: program, tests.
 CHEATS = {
@@ -101,10 +101,12 @@ CHEATS = {
         "assert add('a', 'b') == 'ab'",
     ),
     "a list that equals everything": (
-        "class Alike(list):\n    def __eq__(self, other): return True\ndef add(a, b): return Alike()", "assert add([1], [2]) == [1, 2]"),
+        "class Alike(list):\n    def __eq__(self, other): return True\ndef add(a, b): return Alike()",
+        "assert add([1], [2]) == [1, 2]"),
     "abs is rebound for the tests": ("abs = lambda x: 0\ndef add(a, b): return 0", "assert abs(add(1, 2) - 3) < 1e-6"),
     "math is rebound for the tests": (
-        "class math:\n    isclose = lambda *a, **k: True\ndef add(a, b): return 0", "assert math.isclose(add(1, 2), 3)"),
+        "class math:\n    isclose = lambda *a, **k: True\ndef add(a, b): return 0",
+        "assert math.isclose(add(1, 2), 3)"),
     "builtins are replaced": (
         "import builtins\nbuiltins.len = builtins.abs = builtins.sum = lambda *a: 3\nbuiltins.AssertionError = BaseException\n"
         "def add(a, b): return 0",
@@ -134,7 +136,8 @@ CHEATS = {
         "        for frame in (json.dumps(['answer', said, []]), json.dumps(['ask', 'call', [{'type': 'type'}, 3], {}])):\n"
         "            try: os.write(fd, len(frame).to_bytes(4, 'big') + frame.encode())\n            except OSError: pass",
         ADDS),
-    "the tests' loop is ended": ("def add(a, b): raise StopIteration", "assert all(map(lambda p: add(*p) == 3, [(1, 2)]))"),
+    "the tests' loop is ended": ("def add(a, b): raise StopIteration",
+    "assert all(map(lambda p: add(*p) == 3, [(1, 2)]))"),
     "a deep answer": ("def add(a, b):\n    x = []\n    for _ in range(10**5): x = [x]\n    return x", ADDS),
     "an endless answer": ("def add(a, b):\n    x = [3]\n    x.append(x)\n    return x", ADDS),
     "right sums are not printed": ("print('3')", [{"input": "1 2", "output": "3"}, {"input": "2 2", "output": "4"}]),
@@ -151,21 +154,30 @@ def test_a_program_that_cheats_gets_nothing(name):
 
 
 FORGED = [
-    '["answer", {"a": 1, "b": 2}, []]', '["answer", {}, []]', '["answer", {"made": "x"}, []]', '["answer", {"made": ["os._exit", [0]]}, []]',
-    '["answer", {"made": [[], []]}, []]', '["answer", {"made": ["builtins.range", [[]]]}, []]', '["answer", {"set": [{"list": []}]}, []]',
+    '["answer", {"a": 1, "b": 2}, []]', '["answer", {}, []]', '["answer", {"made": "x"}, []]',
+    '["answer", {"made": ["os._exit", [0]]}, []]',
+    '["answer", {"made": [[], []]}, []]', '["answer", {"made": ["builtins.range", [[]]]}, []]',
+    '["answer", {"set": [{"list": []}]}, []]',
     '["answer", {"namedtuple": ["x", ["def"], [1], null]}, []]', '["answer", {"namedtuple": ["x", 3, [1], null]}, []]',
-    '["answer", {"namedtuple": ["x", ["y"], [1], {"yours": 9}]}, []]', '["answer", {"class": "os._exit"}, []]', '["answer", {"class": []}, []]',
-    '["answer", {"same": 7}, []]', '["answer", {"same": {}}, []]', '["answer", {"yours": 7}, []]', '["answer", {"yours": "x"}, []]', '["answer", [3], []]',
-    '["answer", {"object": {}}, []]', '["answer", {"steps": []}, []]', '["answer", {"bytes": "x"}, []]', '["answer", {"dict": [1]}, []]',
+    '["answer", {"namedtuple": ["x", ["y"], [1], {"yours": 9}]}, []]', '["answer", {"class": "os._exit"}, []]',
+    '["answer", {"class": []}, []]',
+    '["answer", {"same": 7}, []]', '["answer", {"same": {}}, []]', '["answer", {"yours": 7}, []]',
+    '["answer", {"yours": "x"}, []]', '["answer", [3], []]',
+    '["answer", {"object": {}}, []]', '["answer", {"steps": []}, []]', '["answer", {"bytes": "x"}, []]',
+    '["answer", {"dict": [1]}, []]',
     '["answer", {"error": []}, []]', '["answer", {"error": [["builtins.SystemExit"], [], {"tuple": [0]}, {"dict": '
                                      '[]}, null]}, []]',
-    '["answer", {"made": ["decimal.Decimal", ["x"]]}, []]', '["answer", 3, [[0, []]]]', '["answer", 3, [[7, []]]]', '["answer", 3, 7]', '["answer", 3]',
+    '["answer", {"made": ["decimal.Decimal", ["x"]]}, []]', '["answer", 3, [[0, []]]]', '["answer", 3, [[7, []]]]',
+    '["answer", 3, 7]', '["answer", 3]',
     '["raised", 3, []]', '["raised", {"error": [["builtins.print"], [], {"tuple": []}, {"dict": []}, null]}, []]',
-    '["raised", {"error": [["builtins.KeyError"], [], 3, {"dict": []}, null]}, []]', '["raised", {"error": [["wire.PeerGone"], [], {"tuple": []}, {"dict": []}, null]}, []]',
+    '["raised", {"error": [["builtins.KeyError"], [], 3, {"dict": []}, null]}, []]',
+    '["raised", {"error": [["wire.PeerGone"], [], {"tuple": []}, {"dict": []}, null]}, []]',
     '["raised", {"error": [["unittest.case.SkipTest"], [], {"tuple": []}, {"dict": []}, null]}, []]',
     '["raised", {"error": [["builtins.KeyboardInterrupt"], [], {"tuple": []}, {"dict": []}, null]}, []]',
-    '["ask", {"tuple": ["get", {"tuple": [{"yours": 0}, "__globals__"]}, {"dict": []}]}, []]', '["ask", {"tuple": ["call", {"tuple": []}, {"dict": []}]}, []]',
-    '["ask", {"tuple": ["call", {"tuple": [{"class": "builtins.type"}, 3]}, {"dict": []}]}, []]', '["ask", {"tuple": ["step", {"tuple": [3]}, {"dict": []}]}, []]',
+    '["ask", {"tuple": ["get", {"tuple": [{"yours": 0}, "__globals__"]}, {"dict": []}]}, []]',
+    '["ask", {"tuple": ["call", {"tuple": []}, {"dict": []}]}, []]',
+    '["ask", {"tuple": ["call", {"tuple": [{"class": "builtins.type"}, 3]}, {"dict": []}]}, []]',
+    '["ask", {"tuple": ["step", {"tuple": [3]}, {"dict": []}]}, []]',
     '["ask", 3, 3]', '["ask", {"tuple": [3]}, []]', "[]", "{}", "3", '["answer", ' + "[" * 10**5, '"', "",
 ]  # fmt: skip
 
@@ -333,7 +345,7 @@ def test_tests_of_unittest_that_fail_fail_where_nobody_looks_at_the_result():
         assert not passes(ADD.replace("+", "-"), case + "import sys\n" + end)  # in the program's interpreter
 
 
-# --- odd programs that are right ---------------------------------------------------------------------------------------------
+# --- odd programs that are right ------------------------------------------------------------------------------------
 
 ODD = {
     "bytes to stdout": ("import sys\nsys.stdout.buffer.write(b'x' * 1000)\n" + ADD, ADDS),
@@ -379,7 +391,8 @@ ODD = {
         "@twice\ndef three(x): return x\nassert three(3) == 6"),
     "an error of its own": ("class Empty(ValueError): pass\ndef first(xs):\n    if not xs: raise Empty('none')\n    return xs[0]",
         "try: first([])\nexcept Empty as e: assert str(e) == 'none' and isinstance(e, ValueError)\nelse: assert False"),
-    "a list changed in place": ("def sort(xs): xs.sort()", "x = [3, 1, 2]\nassert sort(x) is None\nassert x == [1, 2, 3]"),
+    "a list changed in place": ("def sort(xs): xs.sort()",
+    "x = [3, 1, 2]\nassert sort(x) is None\nassert x == [1, 2, 3]"),
     "a list that is appended and returned": ("def grow(xs):\n    new = [len(xs)]\n    xs.append(new)\n    return new, xs",
         "x = []\nnew, same = grow(x)\nassert x == [[0]] == same\nnew.append(1)\nsame.append(2)\nassert x == [[0, 1], 2]"),
     "many kinds of values": (
@@ -407,7 +420,8 @@ ODD = {
         "from program import sum\nassert sum(1, 2) == 3 and bisect(1, 2) == 1.5"),
     "a recursion with a cache": ("from functools import cache\n@cache\ndef fib(n): return n if n < 2 else fib(n - 1) + fib(n - 2)",
         "assert fib(90) == 2880067194370816120"),
-    "HumanEval's form": (ADD, "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(a=1, b=2) == 3\ncheck(add)"),
+    "HumanEval's form": (ADD,
+    "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(a=1, b=2) == 3\ncheck(add)"),
     "a list of assertions": (ADD, ["assert add(1, 2) == 3", "assert add(2, 2) == 4"]),
     "a signal handler and a limit": (
         "import resource, signal\nsignal.signal(signal.SIGALRM, lambda *a: None)\nresource.setrlimit(resource.RLIMIT_STACK, resource.getrlimit(resource.RLIMIT_STACK))\n"
@@ -463,7 +477,7 @@ def test_large_inputs_and_outputs_pass():
     assert passes("import sys\nfor line in sys.stdin: print(line, end='')", [{"input": text, "output": text}])
 
 
-# --- tests that test nothing -------------------------------------------------------------------------------------------------
+# --- tests that test nothing ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -481,17 +495,23 @@ def test_tests_of_another_form_are_rejected(tests):
         program_match([ADD], tests=[tests])
 
 
-# --- what the kernel takes ---------------------------------------------------------------------------------------------------
+# --- what the kernel takes ------------------------------------------------------------------------------------------
 
 
 REACHES = {
-    "a file to write": "open('file', 'w')", "a file to write elsewhere": "open('/tmp/qlora-rl-file', 'w')", "a file to remove": "import os; os.remove('/tmp/x')",
-    "a socket": "import socket; socket.socket()", "a pair of sockets that carries messages": "import socket; socket.socketpair(type=socket.SOCK_DGRAM)",
+    "a file to write": "open('file', 'w')", "a file to write elsewhere": "open('/tmp/qlora-rl-file', 'w')",
+    "a file to remove": "import os; os.remove('/tmp/x')",
+    "a socket": "import socket; socket.socket()",
+    "a pair of sockets that carries messages": "import socket; socket.socketpair(type=socket.SOCK_DGRAM)",
     "a process": "import os; os.fork()", "a program": "import os; os.execv('/bin/true', "
-                                                      "['true'])", "a shell": "import subprocess; subprocess.run('true', shell=True)",
-    "a signal to another": "import os; os.kill(os.getppid(), 0)", "a signal by the back door": "import fcntl, os; fcntl.fcntl(0, 8, os.getppid())",
-    "memory in a file": "import os; os.memfd_create('x')", "another limit": "import resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
-    "another root": "import os; os.chroot('/')", "another user": "import os; os.setuid(1)", "another session": "import os; os.setsid()",
+                                                      "['true'])",
+                                                      "a shell": "import subprocess; subprocess.run('true', shell=True)",
+    "a signal to another": "import os; os.kill(os.getppid(), 0)",
+    "a signal by the back door": "import fcntl, os; fcntl.fcntl(0, 8, os.getppid())",
+    "memory in a file": "import os; os.memfd_create('x')",
+    "another limit": "import resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
+    "another root": "import os; os.chroot('/')", "another user": "import os; os.setuid(1)",
+    "another session": "import os; os.setsid()",
     "much memory": "x = 'x' * 10**10", "packages": "import torch",
 }  # fmt: skip
 
@@ -592,8 +612,10 @@ def test_the_filter_allows_what_it_names_and_nothing_else(machine, arch, column)
         assert outcome(filtered, arch, number | 0x40000000) == errno.EPERM  # x32's
     assert outcome(filtered, arch ^ 1, 0) == "kill"
     for name, right, wrong in (
-        ("openat", (0, 0, os.O_CLOEXEC), (0, 0, os.O_CREAT)), ("clone", (0x3D0F00,), (17,)), ("kill", (77, 9), (1, 9)), ("kill", (77, 9), (0, 9)),
-        ("tgkill", (77, 78, 9), (78, 78, 9)), ("fcntl", (0, 3), (0, 8)), ("ioctl", (0, 0x5401), (0, 0x5412)), ("prctl", (15,), (1,)),
+        ("openat", (0, 0, os.O_CLOEXEC), (0, 0, os.O_CREAT)), ("clone", (0x3D0F00,), (17,)), ("kill", (77, 9), (1, 9)),
+        ("kill", (77, 9), (0, 9)),
+        ("tgkill", (77, 78, 9), (78, 78, 9)), ("fcntl", (0, 3), (0, 8)), ("ioctl", (0, 0x5401), (0, 0x5412)), ("prctl",
+            (15,), (1,)),
         ("prlimit64", (0,), (78,)), ("socketpair", (1, 1), (1, 2)), ("socketpair", (1, 1 | os.O_CLOEXEC), (2, 1)),
     ):  # fmt: skip
         number = calls._WITH_ARGUMENTS[name][column]
@@ -602,7 +624,7 @@ def test_the_filter_allows_what_it_names_and_nothing_else(machine, arch, column)
         assert outcome(filtered, arch, number, *wrong) == errno.EPERM
 
 
-# --- what a judgement leaves -------------------------------------------------------------------------------------------------
+# --- what a judgement leaves ----------------------------------------------------------------------------------------
 
 
 def rss_mib(name="VmRSS"):
@@ -611,8 +633,10 @@ def rss_mib(name="VmRSS"):
     )
 
 
-ENDLESS = ["import os\nwhile True: os.write(1, b'x' * 65536)", "import sys\nwhile True: sys.stdout.buffer.write(b'x' * 65536)",
-    "while True: print('x' * 65536)", "import os\nfor fd in range(64):\n    try:\n        while True: os.write(fd, b'x' * 65536)\n    except OSError: pass",
+ENDLESS = ["import os\nwhile True: os.write(1, b'x' * 65536)",
+"import sys\nwhile True: sys.stdout.buffer.write(b'x' * 65536)",
+    "while True: print('x' * 65536)",
+    "import os\nfor fd in range(64):\n    try:\n        while True: os.write(fd, b'x' * 65536)\n    except OSError: pass",
 ]  # fmt: skip
 
 

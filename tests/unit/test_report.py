@@ -303,7 +303,8 @@ def test_summary_fills_in_what_the_file_leaves_out(tmp_path):
         (seconds, 0.0021, "2.1 ms"), (seconds, 104, "104 s"), (seconds, 1.13, "1.1 s"), (seconds, 4.2e-5, "42 µs"),
         (seconds, 745, "12 min"), (seconds, 12000, "3 h 20 min"), (seconds, 0.99999, "1.0 s"),
         (octets, 1.31e6, "1.3 MB"), (octets, 512, "512 B"), (octets, 999_999, "1.0 MB"), (octets, 1.19e9, "1.2 GB"),
-        (share, 0.3125, "31 %"), (share, 0.004, "0.4 %"), (share, 0.9996, "100 %"), (share, 1e-6, "< 0.1 %"), (share, 1, "100 %"),
+        (share, 0.3125, "31 %"), (share, 0.004, "0.4 %"), (share, 0.9996, "100 %"), (share, 1e-6, "< 0.1 %"), (share,
+            1, "100 %"),
     ],
 )  # fmt: skip
 def test_numbers_are_said_as_people_read_them(say, value, text):
@@ -376,9 +377,11 @@ def test_chart_without_a_value_is_not_drawn():
 
 EVAL = {
     "asked": {"data": "test.jsonl"},
-    "rewards": {"exact": {side: {"value": v, "error": 0.0125} for side, v in (("base", 0.25), ("policy", 0.75), ("difference", 0.5))}},
+    "rewards": {"exact": {side: {"value": v, "error": 0.0125} for side, v in (("base", 0.25), ("policy", 0.75),
+        ("difference", 0.5))}},
     "lengths": [3.0, 4.5], "cut_off": [0.5, 0.25], "prompts": 120, "samples": 4, "sampling": {"temperature": 1.0},
-    "rows": [{"prompt": "p", "before": "one", "after": "two", "before_rewards": {"exact": 0.0}, "after_rewards": {"exact": 1.0}}],
+    "rows": [{"prompt": "p", "before": "one", "after": "two", "before_rewards": {"exact": 0.0},
+        "after_rewards": {"exact": 1.0}}],
 }  # fmt: skip
 
 
@@ -396,7 +399,8 @@ def test_an_evaluation_is_tabled_with_its_errors(tmp_path):
 
 def test_rollouts_are_shown_with_their_rewards(tmp_path):
     group = {"prompt": [{"role": "user", "content": "2+2?"}], "rollouts": [
-        {"completion": "4", "rewards": {"right": 1.0, "short": 0.5}}, {"completion": "", "rewards": {"right": 0.0, "short": None}}
+        {"completion": "4", "rewards": {"right": 1.0, "short": 0.5}}, {"completion": "", "rewards": {"right": 0.0,
+        "short": None}}
     ]}  # fmt: skip
     page = read_page(make_run(tmp_path / "a", rollouts={"first": {"step": 1, **group}, "last": {"step": 40, **group}}))
     for said in (
@@ -519,7 +523,8 @@ def test_a_live_page_is_for_this_machine_and_only_to_be_read(live):
     script = re.search(r"<script>(.*?)</script>", page, re.DOTALL).group(1)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert policy.split("; ") == [
-        "default-src 'none'", "style-src 'unsafe-inline'", "img-src data:", f"script-src 'sha256-{digest}'", "connect-src 'self'",
+        "default-src 'none'", "style-src 'unsafe-inline'", "img-src data:", f"script-src 'sha256-{digest}'",
+        "connect-src 'self'",
     ]  # fmt: skip
 
 
@@ -559,7 +564,8 @@ def test_the_command_serves_until_ctrl_c(tmp_path):
 
 GRPO = {
     "rewards/numeric/mean": 0.25, "rewards/numeric/std": 0.4, "rewards/short/mean": 0.75, "frac_reward_zero_std": 0.5,
-    "completions/clipped_ratio": 0.125, "entropy": 1.5, "kl": 0.01, "clip_ratio/region_mean": 0.02, "completion_length": 30.0,
+    "completions/clipped_ratio": 0.125, "entropy": 1.5, "kl": 0.01, "clip_ratio/region_mean": 0.02,
+    "completion_length": 30.0,
 }  # fmt: skip
 
 

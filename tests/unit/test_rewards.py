@@ -32,11 +32,16 @@ def number_of(problem):
 
 # A final number n, as models give it; {d} has thousands separators.
 FORMS = [
-    "{n}", "{d}", "#### {n}", "The answer is {n}.", "The answer is ${d}.", "So the final answer is: **{n}**", r"\boxed{{{n}}}",
-    r"Therefore $x = \boxed{{{n}}}$.", r"\boxed{{\text{{{n} clips}}}}", "She needs 3 + 4 = {n} clips.", "Answer: {n} dollars",
-    "The answer is {n} apples, 2 of them red.", "The answer is 40 + 2 = {n}.", "<answer>{n}</answer>", "It costs ${n}.00",
-    "#### {n}\n\nI hope this helps!", r"The total is \${n}", "**Answer:** {n}", "12 / 3 = 4, so there are {n} left.", "= {n}\n",
-    "Answer = {n}.0", r"\[ 5 \times 3 = {n} \]", r"$\frac{{{n}}}{{1}}$", "{n}/1", "Thus, the answer is\n{n}", "Let x=9. Then {n}!",
+    "{n}", "{d}", "#### {n}", "The answer is {n}.", "The answer is ${d}.", "So the final answer is: **{n}**",
+    r"\boxed{{{n}}}",
+    r"Therefore $x = \boxed{{{n}}}$.", r"\boxed{{\text{{{n} clips}}}}", "She needs 3 + 4 = {n} clips.",
+    "Answer: {n} dollars",
+    "The answer is {n} apples, 2 of them red.", "The answer is 40 + 2 = {n}.", "<answer>{n}</answer>",
+    "It costs ${n}.00",
+    "#### {n}\n\nI hope this helps!", r"The total is \${n}", "**Answer:** {n}", "12 / 3 = 4, so there are {n} left.",
+    "= {n}\n",
+    "Answer = {n}.0", r"\[ 5 \times 3 = {n} \]", r"$\frac{{{n}}}{{1}}$", "{n}/1", "Thus, the answer is\n{n}",
+    "Let x=9. Then {n}!",
 ]  # fmt: skip
 
 
@@ -68,11 +73,15 @@ def test_the_worked_solutions_themselves_are_right():
 @pytest.mark.parametrize(
     ("text", "number"),
     [
-        ("", None), ("no number at all", None), ("-5", -5), ("\u22125", -5), ("$-5", -5), ("-$5", -5), ("it is 48-24", 24),
-        ("between 10-20", 20), ("3.5", 3.5), (".5", 0.5), ("1.2e3", 1200), ("2E-2", Fraction(1, 50)), ("1/4", 0.25), ("3 1/2 hours", 3.5),
-        ("-7/2", -3.5), (r"\frac{-7}{2}", -3.5), (r"-\dfrac{7}{2}", -3.5), ("50%", 50), (r"50\%", 50), ("1,234,567.5", 1234567.5),
+        ("", None), ("no number at all", None), ("-5", -5), ("\u22125", -5), ("$-5", -5), ("-$5", -5), ("it is 48-24",
+            24),
+        ("between 10-20", 20), ("3.5", 3.5), (".5", 0.5), ("1.2e3", 1200), ("2E-2", Fraction(1, 50)), ("1/4", 0.25),
+        ("3 1/2 hours", 3.5),
+        ("-7/2", -3.5), (r"\frac{-7}{2}", -3.5), (r"-\dfrac{7}{2}", -3.5), ("50%", 50), (r"50\%", 50), ("1,234,567.5",
+            1234567.5),
         (r"1{,}234", 1234), (r"1\,234", 1234), ("1\u202f234", 1234), ("1/0", None), ("1e999999", None), ("1, 2, 3", 3),
-        ("12,34", 34), (r"\boxed{", None), (r"\boxed{7", 7), (r"\boxed{\frac{1}{2}} and not 3", 0.5), (r"\boxed{1} no, \boxed{2}", 2),
+        ("12,34", 34), (r"\boxed{", None), (r"\boxed{7", 7), (r"\boxed{\frac{1}{2}} and not 3", 0.5),
+            (r"\boxed{1} no, \boxed{2}", 2),
         (r"\boxed{none} 4", 4), ("#### \n5", 5), ("The answer is unknown, 7?", 7), ("my answer to 3 is short: 8", 3),
         ("v2 is out", 2), ("9" * 5000, None), ("\u0664\u0662", 42), ("Answer: 1\n\nAnswer: 2", 2),
     ],
@@ -119,7 +128,7 @@ def test_trl_takes_them_and_names_them():
     assert guard(numeric_match)(completions=["2"], answer=["2"], prompts=[""], completion_ids=[[1]]) == [1.0]
 
 
-# --- programs ----------------------------------------------------------------------------------------------------------------
+# --- programs -------------------------------------------------------------------------------------------------------
 
 ADD = "def add(a, b):\n    return a + b\n"
 
@@ -142,7 +151,8 @@ def test_a_right_program_passes_and_a_wrong_one_does_not():
         "import os\nos.write(1, b'0' * 32)\nos._exit(0)",
         ADD + "open('file', 'w').write('x')", ADD + "import subprocess; "
                                                     "subprocess.run(['true'])", ADD + "import os; os.fork()",
-        ADD + "import socket; socket.create_connection(('127.0.0.1', 9))", ADD + "import os; assert os.system('true') == 0",
+        ADD + "import socket; socket.create_connection(('127.0.0.1', 9))",
+        ADD + "import os; assert os.system('true') == 0",
         ADD + "x = 'x' * 10**10", ADD + "def f(): f()\nf()", ADD + "import torch",
         "import sys\nsys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
     ],
@@ -161,8 +171,8 @@ def test_a_program_that_does_not_end_is_ended():
 def test_a_program_sees_nothing_of_this_process(monkeypatch):
     monkeypatch.setenv("QLORA_RL_SECRET", "x")
     look = (
-        ADD
-        + "import os, sys\nassert not {'QLORA_RL_SECRET', 'HOME', 'PATH'} & {*os.environ} and os.listdir('.') == ['program.py']\n"
+        ADD + "import os, sys\n"
+        "assert not {'QLORA_RL_SECRET', 'HOME', 'PATH'} & {*os.environ} and os.listdir('.') == ['program.py']\n"
         "assert not any('site-packages' in p for p in sys.path)"
     )
     assert passes(look)

@@ -21,7 +21,8 @@ def scale(monkeypatch):
 
 def job(scale, **fields):
     usual = {
-        "engines": 4, "completions": 64, "engine_s": 40.0, "floor_s": 2.0, "overhead_s": 0.5, "wait_s": 3.0, "train_s": 5.0,
+        "engines": 4, "completions": 64, "engine_s": 40.0, "floor_s": 2.0, "overhead_s": 0.5, "wait_s": 3.0,
+        "train_s": 5.0,
         "push_s": 1.0, "max_staleness": 0,
     }  # fmt: skip
     return scale.Job(**usual | fields)
@@ -81,7 +82,8 @@ def test_a_lost_engine_costs_one_more_round_and_its_throughput_until_it_is_repla
 )
 def test_engines_and_trainer_share_the_cores_that_there_are(scale, engines, staleness, step_s):
     shared = job(
-        scale, engines=engines, max_staleness=staleness, cores=2, engine_s=12.0, floor_s=0.0, overhead_s=0.0, wait_s=0.0,
+        scale, engines=engines, max_staleness=staleness, cores=2, engine_s=12.0, floor_s=0.0, overhead_s=0.0,
+        wait_s=0.0,
         train_s=4.0, push_s=0.0,
     )  # fmt: skip
     assert scale.simulate(shared)["step_s"] == pytest.approx(step_s, rel=0.02)

@@ -88,8 +88,10 @@ def test_an_adapter_that_fits_has_no_misfits():
 
 @pytest.mark.parametrize(
     "config",
-    [{"r": 0}, {"r": 9}, {"r": "2"}, {"r": 1}, {"rank_pattern": {"q": 1}}, {"alpha_pattern": {"q": 1}}, {"use_dora": True},
-     {"lora_alpha": 4}, {"lora_alpha": float("nan")}, {"lora_alpha": "2"}, {"lora_alpha": None}, {"lora_alpha": True, "r": 1},
+    [{"r": 0}, {"r": 9}, {"r": "2"}, {"r": 1}, {"rank_pattern": {"q": 1}}, {"alpha_pattern": {"q": 1}},
+    {"use_dora": True},
+     {"lora_alpha": 4}, {"lora_alpha": float("nan")}, {"lora_alpha": "2"}, {"lora_alpha": None}, {"lora_alpha": True,
+     "r": 1},
      {"use_rslora": True}, {"lora_bias": True}, {"modules_to_save": ["lm_head"]}, {"bias": "all"}],
 )  # fmt: skip
 def test_a_config_that_vllm_would_serve_in_another_way_is_a_misfit(config):

@@ -133,7 +133,8 @@ def adapter():
              for kind in ("column", "row") for part in "AB"}  # fmt: skip
     layers = [
         {
-            "column": linear(r, input_size=16, output_size=32, output_size_per_partition=16, output_partition_sizes=[16]),
+            "column": linear(r, input_size=16, output_size=32, output_size_per_partition=16,
+            output_partition_sizes=[16]),
             "row": linear(r, input_size=16, input_size_per_partition=8, output_size=32, output_size_per_partition=32),
         }
         for r in range(2)

@@ -152,7 +152,8 @@ def test_a_rank_above_what_the_weight_has_is_rejected(loaded, model_dir):
 
 @pytest.mark.parametrize(
     ("batches", "rho", "said"),
-    [(BATCHES, 17.0, "64 tokens"), ([{**BATCHES[0], "labels": IDS.where(IDS > 50, -100)}], 16.0, "rho"), ([], 1.0, "empty")],
+    [(BATCHES, 17.0, "64 tokens"), ([{**BATCHES[0], "labels": IDS.where(IDS > 50, -100)}], 16.0, "rho"), ([], 1.0,
+    "empty")],
     ids=["too many directions", "few labels", "no batches"],
 )  # fmt: skip
 def test_eva_of_fewer_tokens_than_directions_is_rejected_and_does_not_run_for_ever(loaded, batches, rho, said):

@@ -88,7 +88,8 @@ def test_up_to_which_length_both_sides_are_one_function(kind, fields, length):
     ("kind", "fields", "said"),
     [
         ("GemmaConfig", {"hidden_act": "silu"}, "hidden_act='silu'"),
-        ("LlamaConfig", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5, "rope_theta": 1e4}}, "partial_rotary_factor=0.5"),
+        ("LlamaConfig", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5, "rope_theta": 1e4}},
+            "partial_rotary_factor=0.5"),
         ("CohereConfig", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ("Qwen3Config", {"attention_bias": True}, "attention_bias=True"),
         ("PhiConfig", {"intermediate_size": 128}, "intermediate_size=128"),
@@ -123,7 +124,8 @@ def test_training_without_an_engine_has_no_such_limit(tmp_path, capsys):
 
 @pytest.mark.parametrize(("length", "code"), [(8192, 1), (4096, 0)])
 def test_the_check_of_a_run_rejects_a_length_beyond_the_common_one(length, code, tmp_path, capsys):
-    config_of("Phi3Config", max_position_embeddings=16384, rope_parameters=LONG | {"short_factor": [1.0] * 48, "long_factor": [1.0] * 48,
+    config_of("Phi3Config", max_position_embeddings=16384, rope_parameters=LONG | {"short_factor": [1.0] * 48,
+        "long_factor": [1.0] * 48,
               "original_max_position_embeddings": 4096}).save_pretrained(tmp_path / "model")  # fmt: skip
     document = {**GOOD, "base": {"model": str(tmp_path / "model")}}
     document["train"] = {**document.get("train", {}), "vllm_max_model_length": length}

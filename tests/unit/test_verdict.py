@@ -120,9 +120,12 @@ def test_every_switch_of_lora_config_is_in_the_table():
     from dataclasses import fields
 
     harmless = {
-        "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
-        "fan_in_fan_out", "layers_pattern", "megatron_config", "megatron_core", "loftq_config", "eva_config", "corda_config",
-        "lora_ga_config", "qalora_group_size", "runtime_config", "ensure_weight_tying", "arrow_config", "layer_replication",
+        "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
+        "inference_mode",
+        "fan_in_fan_out", "layers_pattern", "megatron_config", "megatron_core", "loftq_config", "eva_config",
+        "corda_config",
+        "lora_ga_config", "qalora_group_size", "runtime_config", "ensure_weight_tying", "arrow_config",
+        "layer_replication",
     }  # fmt: skip
     used = {name for kind in KINDS.values() if kind.is_built and not kind.needs for name, value in _set_fields(kind)}
     assert {f.name for f in fields(peft.LoraConfig)} - harmless - used == set()

@@ -170,7 +170,8 @@ def test_an_end_that_does_not_come_is_said_and_leaves_no_push(monkeypatch):
 
 def test_what_torch_says_of_cuda_memory_survives_json():
     about = (
-        torch.Tensor, torch.Size([64]), (1,), 0, torch.storage.TypedStorage, torch.uint8, 3, b"\x00\xff handle", 2**21, 512,
+        torch.Tensor, torch.Size([64]), (1,), 0, torch.storage.TypedStorage, torch.uint8, 3, b"\x00\xff handle", 2**21,
+        512,
         False, b"counter", 7, b"event", True,
     )  # fmt: skip
     ticket = json.loads(json.dumps(as_ticket(about)))

@@ -52,7 +52,9 @@ def prose_of_code(text: str) -> str:
 def prose_of_notebook(text: str) -> str:
     cells = json.loads(text)["cells"]
     return "\n".join(
-        prose_of_page("".join(cell["source"])) if cell["cell_type"] == "markdown" else prose_of_code("".join(cell["source"]) + "\n")
+        prose_of_page("".join(cell["source"]))
+        if cell["cell_type"] == "markdown"
+        else prose_of_code("".join(cell["source"]) + "\n")
         for cell in cells
     )  # fmt: skip
 

@@ -42,7 +42,8 @@ _FUSED_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 # Arguments that models hand to every attention function and that change nothing here: a mask or `sequence_lengths` says
 # it, or it is not of attention.
 _WITHOUT_EFFECT = {
-    "position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "use_cache", "output_attentions",
+    "position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "use_cache",
+    "output_attentions",
     "output_hidden_states", "output_router_logits", "num_items_in_batch", "return_dict", "deterministic",
 }  # fmt: skip
 # transformers makes masks once in a forward pass, before the layers; it does not say for which arguments.

@@ -74,7 +74,8 @@ class CodesKernel:
     ) -> None:
         """Write the weight into `out_OI`, bf16 and contiguous; `values` is what the 16 codes mean, float32."""
         self._decode(
-            codes.data_ptr(), absmax.data_ptr(), values.data_ptr(), out_OI.data_ptr(), *out_OI.shape, blocksize, _threads()
+            codes.data_ptr(), absmax.data_ptr(), values.data_ptr(), out_OI.data_ptr(), *out_OI.shape, blocksize,
+            _threads()
         )  # fmt: skip
 
     def multiply(
@@ -125,7 +126,8 @@ class CodesKernel:
         `multiply`, of one weight."""
         out_TI = torch.empty(len(gradient_TO), columns, dtype=torch.bfloat16)
         self._multiply_back(
-            codes, absmax, values.data_ptr(), gradient_TO.data_ptr(), out_TI.data_ptr(), *gradient_TO.shape, columns, blocksize, _threads()
+            codes, absmax, values.data_ptr(), gradient_TO.data_ptr(), out_TI.data_ptr(), *gradient_TO.shape, columns,
+            blocksize, _threads()
         )  # fmt: skip
         return out_TI
 

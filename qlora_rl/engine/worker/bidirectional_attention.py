@@ -121,7 +121,8 @@ class BothWaysAttention(CPUAttentionBackendImpl):
     """vLLM's attention, and the rows of images once more."""
 
     def forward(
-        self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: Any,
+        self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
+        attn_metadata: Any,
         output: torch.Tensor, *scales: Any, **options: Any,
     ) -> torch.Tensor:  # fmt: skip
         """As vLLM's."""

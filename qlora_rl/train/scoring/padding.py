@@ -164,7 +164,8 @@ def _try(model: Any, *, shares_prompts: bool = False) -> str:
     difference = max(((mine - own).norm() / own.norm()).item() for mine, own in parts)
     bound = _BOUNDS.get(next(model.parameters()).dtype, _BOUNDS[torch.bfloat16])
     if shares_prompts and bound > 1e-3:
-        bound /= 8  # wrong positions are a small fault between neighbours, and rounding was never above a thousandth times 2.5
+        # Wrong positions are a small fault between neighbours, and rounding was never above a thousandth times 2.5.
+        bound /= 8
     if difference < bound:
         return ""
     return (
