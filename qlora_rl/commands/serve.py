@@ -103,6 +103,7 @@ def _trained(run: Path) -> tuple[Path, Path]:
     """
     from qlora_rl.errors import ConfigConflictError
     from qlora_rl.inference.trained import open_trained
+    from qlora_rl.stages import remark
 
     trained = open_trained(run)
     if trained.adapter is None:
@@ -111,4 +112,6 @@ def _trained(run: Path) -> tuple[Path, Path]:
             "serve that: qlora-rl export "
             f"{quote(str(run))} --out DIR; vllm serve DIR"
         )
+    if trained.data is not None and (said := trained.data.system_prompt):
+        remark(f"the run was trained with a system prompt, which clients have to send as the first message: {said!r}")
     return trained.base.path, trained.adapter

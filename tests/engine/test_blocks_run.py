@@ -20,6 +20,8 @@ def test_the_readmes_python_trains(tmp_path):
     row = re.search(r"# (\{.*\})$", block, re.MULTILINE)[1]  # as the block shows one
     (tmp_path / "problems.jsonl").write_text(f"{row}\n" * 16)
     model = make_model(tmp_path / "model", positions=1024)
+    template = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
+    (Path(model) / "chat_template.jinja").write_text(template)
     shorter = f"max_steps=1, max_completion_length=8, use_cpu={not torch.cuda.is_available()}"
     script = block.replace('"Qwen/Qwen3-0.6B"', repr(str(model))).replace("max_steps=100", shorter)
     (tmp_path / "readme.py").write_text(script)
