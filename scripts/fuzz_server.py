@@ -265,7 +265,7 @@ class Fuzzer:
         given = {"authorization": f"Bearer {self.key}", "content-length": str(len(body)), "connection": "close"}
         lines = [f"{method} {target} HTTP/1.1", "host: x"]
         lines += [f"{name}: {value}" for name, value in {**given, **(headers or {})}.items()]
-        with socket.create_connection(self.address, timeout=60) as connection:
+        with socket.create_connection(self.address, timeout=300) as connection:
             connection.sendall("\r\n".join(lines).encode("latin-1", "replace") + b"\r\n\r\n" + body)
             if headers and "x-hang-up" in headers:
                 return 499, b""

@@ -109,6 +109,24 @@ def test_a_body_is_bounded_whether_it_says_its_length_or_not(headers, body, stat
     assert [m["status"] for m in sent if m["type"] == "http.response.start"] == [status]
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/v1/completions", rb'{"stop": ["\udcff"]}', 400),
+        ("/v1/completions", rb'{"stop": ["\ud83d"]}', 400),
+        ("/v1/completions", rb'{"stop": ["\uD83D and \uDE00"]}', 400),
+        ("/v1/completions", rb'{"stop": ["\ud83d\ud83d\ude00"]}', 400),
+        ("/v1/completions", rb'{"stop": ["\ud83d\ude00 \\ud83d \u00e9"]}', 200),
+        ("/qlora/v1/adapter", rb"\ud83d", 200),  # bytes
+    ],
+)
+def test_half_characters_do_not_reach_vllm_however_they_come(path, body, status):
+    """vLLM answers them with 500."""
+    for chunks in ([body], [body[:14], body[14:]]):
+        sent = call(Gate(app, KEY, 100), path, bearer(f"Bearer {KEY}"), chunks)
+        assert [m["status"] for m in sent if m["type"] == "http.response.start"] == [status]
+
+
 def test_an_app_that_swallows_the_error_of_a_long_body_still_answers_413():
     async def patient(scope, receive, send):
         try:

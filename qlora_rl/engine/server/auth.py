@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import hmac
 import json
+import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from typing import Any
@@ -19,11 +20,15 @@ Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
 
 OPEN_PATH = "/health"
+# Below it are our own routes, whose bodies may be large and no text; they check strings themselves.
+OWN_PATH = "/qlora/"
+_ESCAPE = re.compile(rb"\\(?:u([0-9a-fA-F]{4})|.)", re.DOTALL)
 _LINGER_SECONDS = 5.0
 
 
 class Gate:
-    """401 without the key on every path but `/health`; websockets are closed; bodies are bounded (413).
+    """401 without the key on every path but `/health`; websockets are closed; bodies are bounded (413), and what vLLM
+    is given are whole characters (400).
 
     Args:
         app: what is guarded.
@@ -63,11 +68,19 @@ class Gate:
             await self._reject_body(receive, send)
             return
         with contextlib.ExitStack() as stack:
-            body = _Body(receive, send, self.max_body_bytes, lambda: stack.enter_context(self.visits.visit()))
+            is_vllms = not scope["path"].startswith(OWN_PATH)
+            begin = lambda: stack.enter_context(self.visits.visit())  # noqa: E731
+            body = _Body(receive, send, self.max_body_bytes, begin, is_text=is_vllms)
             try:
                 await self.app(scope, body.receive, body.send)
             except TooLargeError:
                 pass
+            except HalfCharacterError:
+                message = (
+                    "asking the server: the body holds half a character (a lone surrogate, such as \\ud83d). Send text."
+                )
+                if not body.has_answered:
+                    await _reject(send, 400, "BadRequestError", message)
             except asyncio.CancelledError:  # the server ends; without an error's kind a client waits for the next one
                 if body.has_answered:
                     raise
@@ -124,6 +137,25 @@ class Visits:
         return min(self._inside, default=self.current)
 
 
+class HalfCharacterError(Exception):
+    """A string of the body cannot be encoded: vLLM would find that out where it is an error of the server's."""
+
+
+def has_half_character(body: bytes) -> bool:
+    """A JSON text has an escape for half of a surrogate pair, without the other half next to it."""
+    if rb"\u" not in body:
+        return False
+    high_until = -1  # where the half before has ended, if it waits for another
+    for found in _ESCAPE.finditer(body):
+        unit = int(found[1], 16) if found[1] else 0
+        if high_until >= 0 and not (0xDC00 <= unit < 0xE000 and found.start() == high_until):
+            return True
+        if high_until < 0 and 0xDC00 <= unit < 0xE000:
+            return True
+        high_until = found.end() if 0xD800 <= unit < 0xDC00 else -1
+    return high_until >= 0
+
+
 class TooLargeError(Exception):
     """The body is larger than the gate lets through; whatever is answered to it, the gate says so."""
 
@@ -134,8 +166,9 @@ class _Body:
     `begin` is called when the body is whole: before, no request can name an adapter.
     """
 
-    def __init__(self, receive: Receive, send: Send, limit: int, begin: Callable[[], Any]):
+    def __init__(self, receive: Receive, send: Send, limit: int, begin: Callable[[], Any], *, is_text: bool):
         self._begin = begin
+        self._text: bytearray | None = bytearray() if is_text else None
         self.is_too_large = self.has_answered = self.is_whole = False
         self._receive, self._send, self._left = receive, send, limit
 
@@ -147,7 +180,12 @@ class _Body:
             if self._left < 0:
                 self.is_too_large = True
                 raise TooLargeError
+            if self._text is not None:
+                self._text += message.get("body", b"")
             if self.is_whole and not was_whole:
+                if self._text is not None and has_half_character(bytes(self._text)):
+                    raise HalfCharacterError
+                self._text = None
                 self._begin()
         return message
 
