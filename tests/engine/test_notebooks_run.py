@@ -19,7 +19,8 @@ ASKED = {
     "102": "{'before': accuracy_before, 'after': accuracy_after, 'kl': steps['mismatch_kl'].median(), 'steps': len(steps),"
     " 'rewards': {name: [part[f'rewards/{name}/mean'].mean() for part in (steps.head(5), steps.tail(5))]"
     " for name in ('numeric_match', 'in_form')}, 'exported': done.distance.kl_mean}",
-    "103": "{'accuracy': list(accuracy.values()), 'kl': done.distance.kl_mean}",
+    "103": "{'eval': learned, 'kl': exported['distance']['kl_mean'], 'files': sorted(path.name for path in Path('runs/103').glob('*.json*'))}",
+    "104": "{'accuracy': list(accuracy.values()), 'kl': done.distance.kl_mean}",
     "201": "{'steps': [len(lines(out, 'metrics')) for out in runs.values()], 'lost': type(lost).__name__,"
     " 'ends': [process.poll() is not None for process in (beside.process, served.process)],"
     " 'kl': [lines(out, 'metrics')['mismatch_kl'].median() for out in runs.values()],"
@@ -108,6 +109,10 @@ def test_every_notebook_runs_shows_what_it_says_and_runs_again_in_the_same_kerne
         assert got["after"] > 0.8 > 0.5 > got["before"]
         assert got["kl"] < 2e-4
     elif number == "103":
+        assert got["eval"]["policy"]["value"] > 0.45 > 0.3 > got["eval"]["base"]["value"]
+        assert got["kl"] < 1e-3
+        assert {"config.json", "metrics.jsonl", "summary.json"} <= {*got["files"]}
+    elif number == "104":
         base, trained, exported = got["accuracy"]
         assert trained > 0.7 > 0.5 > base
         assert exported == pytest.approx(trained, abs=0.02)  # 16-bit rounding may tip a sum that is nearly a tie
