@@ -18,11 +18,15 @@ from qlora_rl.rewards.numbers import final_number
 
 _PROMPTS = ("question", "problem", "instruction", "query", "input")
 _ANSWERS = ("answer", "final_answer", "ground_truth", "solution", "completion", "response", "output", "target")
+_TALKS = ("messages", "conversations")
+_SHARED = " (in ShareGPT's form the column is called conversations)"
 _SEEN = 100  # rows
 _SHORT = 40  # characters of an answer that a completion can be compared with
 _MARKED = re.compile(r"####\s*(.+)")
 # Without it a model explains its answer, and no completion is equal to the answer.
 _BARE = "Answer with the final answer only, without explanation."
+# Without it a model may write numbers as words, and any digit in what it says counts as its answer.
+_DIGITS = "End your answer with the final number in digits."
 _OF_THAT_FORM = "openai/gsm8k"  # its instruction and rewards are those of every dataset whose answers have the mark
 
 
@@ -156,18 +160,19 @@ def _seen(
     is_whole = task == "sft" and "messages" not in columns and bool({"text", "input_ids"} & set(columns))
     is_ready = task == "sft" and any(set(way) <= set(columns) for way in METHODS["sft"].columns)
     if task == "dpo" and not {"chosen", "rejected"} <= set(columns):
-        raise _lacks(name, "chosen and rejected, as dpo needs", columns)
+        raise _lacks(name, "chosen and rejected, as dpo needs", columns, ("chosen", "rejected"))
     if not is_ready and "prompt" not in columns:
         asked = next((each for each in _PROMPTS if each in columns), None)
         if asked is not None:
             both = asked == "instruction" and "input" in columns
             data["prompt_template"] = "{instruction}\n\n{input}" if both else f"{{{asked}}}"
         elif task != "dpo":  # there the two sides may be whole conversations
-            raise _lacks(name, f"a prompt (prompt, {', '.join(_PROMPTS)})", columns)
+            answer = () if {*_ANSWERS} & {*columns} else ("completion" if task == "sft" else "answer",)
+            raise _lacks(name, f"a prompt (prompt, {', '.join(_PROMPTS)})", columns, ("prompt", *answer), task)
     left = [each for each in _ANSWERS if each in columns]
     if task == "sft" and not is_ready:
         if not left:
-            raise _lacks(name, f"an answer ({', '.join(_ANSWERS)})", columns)
+            raise _lacks(name, f"an answer ({', '.join(_ANSWERS)})", columns, ("completion",))
         data["columns"] = {"completion": left[0]}
     if wants_reward:
         told["rewards"] = _rewards(name, left, rows, columns, told)
@@ -181,7 +186,7 @@ def _rewards(
     """The reward of ours that compares a completion with the answer; of GSM8K's form also its others, and what asks for
     that form."""
     if not answers:
-        raise _lacks(name, f"an answer to compare with ({', '.join(_ANSWERS)})", columns, " --reward path.py:function")
+        raise _lacks(name, f"an answer to compare with ({', '.join(_ANSWERS)})", columns, ("answer",))
     column = answers[0]
     values = [str(each) for each in rows[column] if each is not None]
     marked = [_MARKED.search(each) for each in values]
@@ -199,8 +204,7 @@ def _rewards(
     are_numbers = all(final_number(each) is not None for each in values)
     use = "numeric_match" if are_numbers else "exact_match"
     chosen = [{"use": use, **({} if column == "answer" else {"arguments": {"column": column}})}]
-    if use == "exact_match":
-        told["instruction"] = _BARE
+    told["instruction"] = _DIGITS if are_numbers else _BARE
     of_that_form = known_dataset(_OF_THAT_FORM)
     if has_marks and are_numbers and of_that_form is not None:
         told["instruction"], told["length"] = of_that_form["grpo"]["instruction"], of_that_form["length"]
@@ -208,8 +212,29 @@ def _rewards(
     return chosen
 
 
-def _lacks(name: str, what: str, columns: Sequence[str], instead: str = " another dataset") -> ConfigConflictError:
+def _lacks(name: str, what: str, columns: Sequence[str], wanted: Sequence[str], task: str = "") -> ConfigConflictError:
+    """The error that names the columns that there are, and how one of them is given the name that is wanted.
+
+    Args:
+        wanted: names of [data] columns that would make the dataset fit.
+        task: where whole conversations may be meant for another one.
+    """
+    ways = []
+    talks = [each for each in _TALKS if each in columns]
+    if talks and task:
+        ways.append(
+            f"{talks[0]} holds whole conversations{_SHARED if talks[0] == 'messages' else ''}: to imitate them, add "
+            f"--task sft; {task} needs a prompt, and a reference for the reward"
+        )
+    free = [each for each in columns if each not in {*_TALKS, *_ANSWERS, *_PROMPTS, "prompt"}]
+    if pairs := ", ".join(f'{new} = "{old}"' for new, old in zip(wanted, free, strict=False)):
+        ways.append(
+            f"If columns of other names are meant, rename them in the data, or begin with `qlora-rl train --example "
+            f"METHOD` and write, for example, columns = {{ {pairs} }} into its [data]"
+        )
+    if "answer" in wanted and "prompt" not in wanted:
+        ways.append("To score without a reference, pass --reward path.py:function")
+    ways = ways or ["Pass another dataset"]
     return ConfigConflictError(
-        f"choosing the data: {name} has no column with {what}; there are {', '.join(columns)}. If one of these is "
-        f"meant, give it one of those names; otherwise pass{instead}."
+        f"choosing the data: {name} has no column with {what}; there are {', '.join(columns)}. {'. '.join(ways)}."
     )

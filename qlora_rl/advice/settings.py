@@ -42,6 +42,8 @@ _ALPHA = 32
 # Sequences of one optimizer step; of GRPO and RLOO: eight prompts, eight completions each.
 _PER_STEP = {"grpo": 64, "rloo": 64, "sft": 32, "dpo": 32}
 _GENERATIONS = 8
+# Where a CPU samples: completions of a step, and tokens of a completion where no length was asked for.
+_ON_CPU, _LONGEST_ON_CPU = 16, 128
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,7 @@ def recommend(
       torch's on a CPU.
     - Gradient checkpointing: QLoRA; TRL's default.
     - 64 completions or 32 other sequences a step: LWR finds LoRA less tolerant of large batches than full fine-tuning.
+      On a CPU 16 completions, of at most 128 tokens where no length was asked for, as sampling is slow.
     - In GRPO truncated importance sampling by token: TIS, and docs/fidelity.md#the-correction.
     - float32 adapter weights: docs/fidelity.md#the-dtype-of-the-adapter.
 
@@ -161,6 +164,8 @@ def recommend(
         raise ConfigConflictError(f"recommending settings: gpu_memory={error}.") from None
     device = device or _device(gpu_memory)
     spec = stored_spec(model)
+    is_slow = device == "cpu" and task in _SAMPLING
+    per_step = _ON_CPU if is_slow else _PER_STEP[task]
     optimizer = "paged_adamw_8bit" if device == "cuda" else "adamw_torch_fused"
     config_of_model = read_config(model, trust_remote_code=trust_remote_code)
     check_supported(config_of_model)
@@ -176,12 +181,12 @@ def recommend(
         "can_sleep": may_sleep(lends=True),
     }
     wished = max_length or _LENGTH
-    estimate = _fitted(config_of_model, task, wished, request)
+    estimate = _fitted(config_of_model, task, wished, request, per_step)
     if (
         not estimate.fits and estimate.shape.experts and spec == QuantSpec()
     ):  # of a base that is prepared nothing can be chosen
         spec = replace(spec, quantize_experts=True)
-        estimate = _fitted(config_of_model, task, wished, request | {"spec": spec})
+        estimate = _fitted(config_of_model, task, wished, request | {"spec": spec}, per_step)
     batch = estimate.request.batch_size // (2 if task == "dpo" else 1)
     length = estimate.request.max_length
     config: dict[str, Any] = {
@@ -191,7 +196,7 @@ def recommend(
         "warmup_steps": min(10, max_steps // 10),
         "optim": optimizer,
         "per_device_train_batch_size": batch,
-        "gradient_accumulation_steps": max(1, _PER_STEP[task] // batch),
+        "gradient_accumulation_steps": max(1, per_step // batch),
         "gradient_checkpointing": True,
         "bf16": True,
     }
@@ -200,7 +205,7 @@ def recommend(
         config |= {
             "num_generations": _GENERATIONS,
             "vllm_max_model_length": length,
-            "max_completion_length": length // 2,
+            "max_completion_length": min(length // 2, _LONGEST_ON_CPU) if is_slow and not max_length else length // 2,
         }
         config |= CORRECTION if task == "grpo" else {}
     else:
@@ -218,6 +223,11 @@ def recommend(
     if task in _SAMPLING and gpu_memory is not None:
         trainer["gpu_memory"] = gpu_memory
     reasons = _reasons(task, device, estimate, max_length, function_limit(config_of_model))
+    if is_slow:
+        why = f"no GPU here: {per_step} completions per step instead of {_PER_STEP[task]}"
+        reasons["gradient_accumulation_steps"] = f"{why} (docs/situations.md)"
+        if not max_length:
+            reasons["max_completion_length"] = "no GPU here: short, as sampling is slow; --max-length changes it"
     reasons["learning_rate"] = _why_rate(task, estimate.shape.parameters, max_steps)
     return Recommendation(task, base, lora, config, trainer, reasons, estimate)
 
@@ -253,7 +263,7 @@ def _turned_on(estimate: MemoryEstimate) -> list[Way]:
     return [way for way in WAYS if getattr(estimate.request, way.field)]
 
 
-def _fitted(config: Any, task: str, max_length: int, request: Mapping[str, Any]) -> MemoryEstimate:
+def _fitted(config: Any, task: str, max_length: int, request: Mapping[str, Any], per_step: int) -> MemoryEstimate:
     """The memory estimate of the largest batch that fits at full length, if need be with what the plan turns on; or of
     one sequence, shorter."""
     text = config.get_text_config()
@@ -263,9 +273,9 @@ def _fitted(config: Any, task: str, max_length: int, request: Mapping[str, Any])
         config,
         **request,
         max_length=min(max_length, positions or max_length),
-        sequences=_PER_STEP[task] if task in _SAMPLING else 1,
+        sequences=per_step if task in _SAMPLING else 1,
     )
-    if found := _fastest(wanted, _PER_STEP[task]):
+    if found := _fastest(wanted, per_step):
         return found
     for chosen in ({"offload": False, "sleeps": False}, {}):
         for batch in (8, 4, 2, 1):

@@ -25,7 +25,7 @@ import torch
 from qlora_rl.base.attention.choice import attention_for
 from qlora_rl.base.experts import experts_as_linears
 from qlora_rl.base.fingerprint import base_parameters, fingerprint_stored, identify
-from qlora_rl.base.hub import hub_reachable, in_short, why_missing
+from qlora_rl.base.hub import hub_reachable, in_short, missing_path, why_missing
 from qlora_rl.base.model_classes import auto_class, check_vision_type
 from qlora_rl.base.quant import QuantSpec, keep_packing, spec_of
 from qlora_rl.base.source_digest import (
@@ -375,8 +375,8 @@ def _local_directory(model: str, revision: str | None) -> Path:
     """The directory of a checkpoint; a hub model is downloaded first."""
     if Path(model).is_dir():
         return Path(model)
-    if Path(model).is_absolute() or model.startswith((".", "~")):
-        raise BaseIncompleteError(f"preparing a base: the directory {model} does not exist.")
+    if why := missing_path(model):
+        raise BaseIncompleteError(f"preparing a base: {why}. Pass a checkpoint directory, or a hub name.")
     from huggingface_hub import snapshot_download
 
     hub_reachable()

@@ -22,6 +22,14 @@ def is_local(model: str | os.PathLike[str]) -> bool:
     return Path(model).exists() or Path(model).is_absolute()
 
 
+def missing_path(model: str | os.PathLike[str]) -> str:
+    """That there is nothing at a path which cannot be a name on the hub; empty for any other name, and where there
+    is."""
+    text = os.fspath(model)
+    is_path = text.startswith(("/", ".", "~")) or text.count("/") > 1
+    return f"there is no directory {text}" if is_path and not os.path.exists(text) else ""
+
+
 @functools.cache
 def hub_reachable() -> bool:
     """Whether the hub's host takes a connection; tried once a process, for three seconds at most.

@@ -10,12 +10,13 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from qlora_rl.base.experts import NAMINGS, is_mixture
-from qlora_rl.errors import NotYetSupportedError
+from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +127,26 @@ def engine_positions(config: Any) -> int:
     limit = function_limit(config)
     positions = int(getattr(config.get_text_config(), "max_position_embeddings", 0) or 0)
     return positions if limit is None else min(positions or limit.length, limit.length)
+
+
+def check_positions(config: Any, length: int | None) -> None:
+    """Reject a length of the engine that vLLM rejects: beyond the model's positions, as far as its rope is stretched.
+
+    Args:
+        config: of transformers.
+        length: prompt plus completion, in tokens; `None`: as long as the engine chooses.
+
+    Raises:
+        ConfigConflictError: says what to set.
+    """
+    text = config.get_text_config()
+    positions = int(getattr(text, "max_position_embeddings", 0) or 0)
+    reach = int(positions * max([1.0, *(float(rope.get("factor") or 1.0) for rope in _ropes(text))]))
+    if length is not None and 0 < reach < length and not os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN"):
+        raise ConfigConflictError(
+            f"reading the config: vllm_max_model_length={length}, and the model has {positions} positions "
+            f"(max_position_embeddings of this {text.model_type}). Set it to {positions} at most, or leave it out."
+        )
 
 
 def function_limit(config: Any) -> Limit | None:

@@ -18,8 +18,8 @@ def add(commands: Any) -> None:
         "--data",
         type=existing,
         metavar="F",
-        help='.jsonl file with "prompt" and the columns that the rewards read, or with the columns of '
-        "the run (default: [data] eval of the run's file)",
+        help='.jsonl, .json, .csv or .parquet file with "prompt" and the columns that the rewards read, or with the '
+        "columns of the run (default: [data] eval of the run's file)",
     )
     evaluate.add_argument(
         "--reward",
@@ -94,7 +94,8 @@ def _own_rows(trained: Any, limit: int | None) -> tuple[list[dict[str, Any]], st
     data = trained.data
     if data is None or data.eval is None:
         raise UsageError(
-            f"evaluating: {trained.path} has no file that names [data] eval. Pass the rows to ask: --data rows.jsonl."
+            f"evaluating: {trained.path} has no file that names [data] eval. Pass the rows to ask: --data FILE, any "
+            "data file of the form that the run was trained on (.jsonl, .json, .csv, .parquet)."
         )
     loaded = load_eval(data)
     files = [data.eval] if isinstance(data.eval, str) else list(data.eval)

@@ -42,7 +42,10 @@ def add(commands: Any) -> None:
     )
     export.add_argument("--base", type=existing, metavar="DIR", help="the base directory, if it was moved")
     export.add_argument(
-        "--data", type=existing, metavar="F", help=".jsonl file with prompts to compare on (default: the run's samples)"
+        "--data",
+        type=existing,
+        metavar="F",
+        help="file of rows with prompts to compare on (default: the run's samples)",
     )
     export.add_argument(
         "--prompts", type=COUNT, default=16, metavar="N", help="number of prompts to compare on (default: %(default)s)"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from qlora_rl.adapter.methods import CHANGES_WEIGHTS
+from qlora_rl.base.hub import missing_path
 from qlora_rl.config import data, rewards
 from qlora_rl.config.findings import Finding, check_value, elsewhere, nearest, not_among, show
 from qlora_rl.config.paths import all_uses, is_file, split_reward
@@ -138,6 +139,8 @@ def _unknown(name: str, known: Any, place: str = "") -> str:
 def _look_at_model(value: str) -> list[str]:
     if value.startswith("/"):
         return [] if os.path.isdir(value) else [f"there is no directory {value}"]
+    if why := missing_path(value):
+        return [why]
     return [] if _HUB_NAME.fullmatch(value) else [f"{show(value)} is neither a directory nor a name on the hub"]
 
 

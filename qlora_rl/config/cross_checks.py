@@ -201,16 +201,6 @@ def _rollout(said: _Said) -> Iterator[Finding]:
         )
 
 
-def _lengths(said: _Said) -> Iterator[Finding]:
-    whole, answer = said.table(TRAIN).get("vllm_max_model_length"), said.table(TRAIN).get("max_completion_length")
-    if type(whole) is int and type(answer) is int and answer >= whole > 0:
-        yield Finding(
-            f"[{TRAIN}] max_completion_length",
-            f"{answer} leaves no room for a prompt: vllm_max_model_length = {whole} counts prompt and completion. "
-            "Lower max_completion_length, or raise vllm_max_model_length",
-        )
-
-
 def _evaluation(said: _Said) -> Iterator[Finding]:
     strategy = said.table(TRAIN).get("eval_strategy", "no")
     if said.get("data", "eval") is None and strategy != "no":
@@ -343,7 +333,6 @@ _RULES: tuple[Callable[[_Said], Iterator[Finding]], ...] = (
     _adapter,
     _base,
     _rollout,
-    _lengths,
     _evaluation,
     _hub_only,
     _columns,

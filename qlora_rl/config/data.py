@@ -19,7 +19,7 @@ from typing import Any
 from qlora_rl.base.hub import hub_reachable, why_missing
 from qlora_rl.config.paths import DATA_FILES, is_file
 from qlora_rl.config.schema import Data
-from qlora_rl.errors import ConfigConflictError
+from qlora_rl.errors import ConfigConflictError, collected
 from qlora_rl.image_io import read_image
 
 _READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -152,7 +152,7 @@ def load_eval(data: Data, has_template_field: bool = True) -> Any:
     """
     if data.eval is None:
         return None
-    return _shaped(_load(data.eval, data, data.eval_split, "eval"), data, has_template_field, data.eval)
+    return _shaped(_load(data.eval, data, data.eval_split, "[data] eval"), data, has_template_field, data.eval)
 
 
 def read_rows(data: Data) -> Any:
@@ -161,7 +161,26 @@ def read_rows(data: Data) -> Any:
     Raises:
         ConfigConflictError: it cannot be read; names it.
     """
-    return _load(data.train, data, data.split, "train")
+    return _load(data.train, data, data.split, "[data] train")
+
+
+def read_file(file: str, doing: str) -> Any:
+    """The rows of a local file as [data] reads it: columns, names and rows, with images as they are stored.
+
+    Raises:
+        ConfigConflictError: it cannot be read; says why.
+    """
+    from datasets import Image, List
+
+    if wrong := check_files([file]):
+        raise collected(doing, wrong, ConfigConflictError)
+    found = _load(file, Data(train=file), "train", "--data")
+    for name, kind in found.features.items():
+        if isinstance(kind, Image):
+            found = found.cast_column(name, Image(decode=False))
+        elif isinstance(getattr(kind, "feature", None), Image):
+            found = found.cast_column(name, List(Image(decode=False)))
+    return found
 
 
 def check_subset(name: str, subset: str | None) -> str:
@@ -210,28 +229,25 @@ def _load(files: str | list[str], data: Data, split: str, place: str) -> Any:
             found = load_dataset(names[0], data.subset, split=split, revision=data.revision)
         return _with_messages(found)
     except _UnreadableError as error:
-        raise ConfigConflictError(f"loading the data: [data] {place}: {error}.") from error
+        raise ConfigConflictError(f"loading the data: {place}: {error}.") from error
     except Exception as error:  # whatever the library finds: the file is the user's, and so is the way out
         reason = error.__cause__ or error
         if "corresponds to no data" in str(reason):
             raise ConfigConflictError(
-                f"loading the data: [data] {place}: {', '.join(names)} holds no rows. Pass another one."
+                f"loading the data: {place}: {', '.join(names)} holds no rows. Pass another one."
             ) from error
         if broken := _broken_line(names):
-            raise ConfigConflictError(
-                f"loading the data: [data] {place}: {broken}. Fix the line, or remove it."
-            ) from error
+            raise ConfigConflictError(f"loading the data: {place}: {broken}. Fix the line, or remove it.") from error
         if subsets := _SUBSETS.search(str(reason)):
             raise ConfigConflictError(
-                f"loading the data: [data] {place}: {names[0]} has several subsets: {subsets[1]}. Name one: [data] "
-                "subset."
+                f"loading the data: {place}: {names[0]} has several subsets: {subsets[1]}. Name one: [data] subset."
             ) from error
         if not is_file(names[0]) and not hub_reachable():
             raise ConfigConflictError(
-                f"loading the data: [data] {place}: {why_missing(names[0])} ({type(reason).__name__}: {reason})."
+                f"loading the data: {place}: {why_missing(names[0])} ({type(reason).__name__}: {reason})."
             ) from error
         raise ConfigConflictError(
-            f"loading the data: [data] {place}: {', '.join(names)} cannot be read ({type(reason).__name__}: {reason}). "
+            f"loading the data: {place}: {', '.join(names)} cannot be read ({type(reason).__name__}: {reason}). "
             "Fix it, or pass another one."
         ) from error
 
@@ -381,7 +397,7 @@ def _checked_images(value: Any, root: Path | None, number: int) -> list[dict[str
     found: list[dict[str, Any]] = []
     for each in [] if value is None else value if isinstance(value, list) else [value]:
         try:
-            stored = _stored(each, root)
+            stored = stored_image(each, root)
             read_image(stored["path"] if stored["bytes"] is None else stored["bytes"])
         except (ValueError, OSError) as error:
             where = each if isinstance(each, str) else each.get("path") if isinstance(each, dict) else None
@@ -393,7 +409,7 @@ def _checked_images(value: Any, root: Path | None, number: int) -> list[dict[str
     return found
 
 
-def _stored(each: Any, root: Path | None) -> dict[str, Any]:
+def stored_image(each: Any, root: Path | None) -> dict[str, Any]:
     """A path, the content of a file, or both as datasets has it, as the latter; a path becomes absolute."""
     path, content = (each, None) if isinstance(each, str) else (None, each)
     if isinstance(each, Mapping):

@@ -13,6 +13,7 @@ from typing import Any
 import qlora_rl
 from qlora_rl.base.hub import hub_reachable, is_local, why_missing
 from qlora_rl.base.model_classes import adaptable, takes_images
+from qlora_rl.base.unsupported_configs import check_positions
 from qlora_rl.config.data import IMAGES, TEMPLATE_COLUMN, columns_after, load_data
 from qlora_rl.config.paths import RESOLVED, all_uses, is_file, source_line, source_of, split_reward
 from qlora_rl.config.read import resolved_toml
@@ -46,10 +47,12 @@ def launch(config: RunConfig, begun: Callable[[Path], None] = lambda directory: 
 
     Raises:
         ConfigConflictError: a reward file or a dataset cannot be read.
+        RewardFunctionError: a reward cannot be called with what TRL gives it.
         AdapterRejectedError: the adapter to start from is damaged, or was trained on another base.
         MemoryBudgetError: it cannot fit into [run] gpu_memory.
         NotYetSupportedError: this version has no trainer for the method, or does not train such models.
     """
+    from qlora_rl.train.metrics.rewards import check_signature
     from qlora_rl.train.setup.tools import ENVIRONMENT_COLUMN, load_tools
 
     trainer_class = find_trainer(config.method)
@@ -64,6 +67,8 @@ def launch(config: RunConfig, begun: Callable[[Path], None] = lambda directory: 
     # Before the base is made: is there a template, and does it know tools and these messages?
     if config.data.format == "chat":
         check_talks(config, load_tokenizer(config), train, held_out)
+    for reward in rewards:
+        check_signature(reward, None if config.environment.use else train.column_names)
     tell_program_tests(config.rewards, train)
     for rows in (train, held_out):
         if (
@@ -129,7 +134,10 @@ def check_model(config: RunConfig) -> str:
             raise
         why = f"there is no directory {held.model}, and no cached hub model of this name; the hub cannot be reached"
         return f"the model ({why})"
-    check_supported(found, config.train.get("vllm_max_model_length") if METHODS[config.method].samples else None)
+    length = config.train.get("vllm_max_model_length") if METHODS[config.method].samples else None
+    length = None if length == "none" else length
+    check_supported(found, length)
+    check_positions(found, length)
     if config.data.images is not None and not takes_images(found):
         raise ConfigConflictError(
             f"reading the config: [data] images = {config.data.images!r}, and {held.model} takes none. Leave it out, "

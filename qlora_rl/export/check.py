@@ -147,7 +147,8 @@ def choose_prompts(
         run: its samples.json has held-out prompts, in some runs; its rollouts.json two prompts of the training.
         tokenizer: of the base.
         vocabulary: size of it, for prompts of random tokens where there are no others.
-        data: .jsonl file with a column "prompt" (text or messages), or with the columns of the run; it goes first.
+        data: file that [data] reads, with a column "prompt" (text or messages), or with the columns of the run; it
+            goes first.
         rows: [data] of the run's file, which makes prompts of its columns.
         count: how many.
         longest: tokens of a prompt; what is longer is cut at its beginning.

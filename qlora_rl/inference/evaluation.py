@@ -20,6 +20,8 @@ from typing import Any, cast
 
 from qlora_rl.base.model_classes import load_processor
 from qlora_rl.base.unsupported_configs import engine_positions
+from qlora_rl.config.data import read_file
+from qlora_rl.config.paths import DATA_FILES
 from qlora_rl.contracts import SamplingSpec
 from qlora_rl.engine.images import Prompt, token_ids
 from qlora_rl.errors import ConfigConflictError, RunDirectoryError
@@ -138,7 +140,7 @@ def evaluate(
             asked for, which would be equal.
         RewardFunctionError: a reward function raised, or returned nonsense.
     """
-    from qlora_rl.train.metrics.rewards import guard
+    from qlora_rl.train.metrics.rewards import check_signature, guard
 
     sampling = replace(
         sampling or SamplingSpec(trained.max_tokens, temperature=0.0, seed=0), stop_token_ids=trained.ends
@@ -159,6 +161,8 @@ def evaluate(
         raise ConfigConflictError(
             "evaluating: no reward function. Pass one, such as numeric, exact, or path.py:function."
         )
+    for name, reward in rewards.items():
+        check_signature(reward, [column for row in rows for column in row], name)
     guarded = {name: guard(reward, name) for name, reward in rewards.items()}
     asked = [dict(row) for row in rows for _ in range(samples)]
     with both_sides(trained, rows, sampling, engine_options or {}) as (tokenizer, ids, sides):
@@ -249,16 +253,20 @@ def save(evaluation: Evaluation, trained: TrainedRun, asked: Mapping[str, Any]) 
 
 
 def read_rows(file: str | os.PathLike[str], limit: int | None = None) -> list[dict[str, Any]]:
-    """The objects of a .jsonl file.
+    """The objects of a file: a line each of .jsonl and any other name, the rows of a .json, .csv or .parquet file as
+    [data] reads them.
 
     Raises:
-        ConfigConflictError: there is no such file, or a line is no JSON object.
+        ConfigConflictError: there is no such file, it cannot be read, or a line is no JSON object.
     """
+    if Path(file).suffix in DATA_FILES and Path(file).suffix != ".jsonl":
+        found = read_file(os.fspath(file), "reading the rows")
+        return list(found.select(range(min(len(found), limit or len(found)))))
     rows: list[dict[str, Any]] = []
     try:
         lines = Path(file).read_text().splitlines()
     except OSError as error:
-        raise ConfigConflictError(f"reading {file}: {error.strerror}. Pass a .jsonl file.") from error
+        raise ConfigConflictError(f"reading {file}: {error.strerror}. Pass a {', '.join(DATA_FILES)} file.") from error
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue

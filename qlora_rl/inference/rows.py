@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qlora_rl.config.data import IMAGES, as_conversation, check_filling, extracted, filled, placeholders
+from qlora_rl.config.data import IMAGES, as_conversation, check_filling, extracted, filled, placeholders, stored_image
 from qlora_rl.config.schema import Data
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.image_io import read_image
@@ -49,7 +49,7 @@ def open_images(rows: Sequence[Mapping[str, Any]], data: Data | None, root: Path
     """Rows of a file with the images that [data] images of the run names, as PIL images in the column `images`.
 
     Args:
-        rows: as they were read: a path, or a list of paths.
+        rows: as they were read: a path or a stored image, or a list of them.
         data: of the run; `None`, or one without images, changes nothing.
         root: directory that paths count from.
 
@@ -63,7 +63,8 @@ def open_images(rows: Sequence[Mapping[str, Any]], data: Data | None, root: Path
         held = row.pop(data.images, None)
         paths = [] if held is None else held if isinstance(held, list) else [held]
         try:
-            row[IMAGES] = [read_image(root / each) for each in paths]
+            kept = [stored_image(each, root) for each in paths]
+            row[IMAGES] = [read_image(each["path"] if each["bytes"] is None else each["bytes"]) for each in kept]
         except (ValueError, OSError, TypeError) as error:
             raise ConfigConflictError(
                 f"reading the rows: row {number}: {data.images} = {held!r}: {error}. Fix the row, or remove it."

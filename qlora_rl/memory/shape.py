@@ -19,7 +19,7 @@ from qlora_rl.adapter.shape import adapter_shapes
 from qlora_rl.base.attention.choice import softcap_of
 from qlora_rl.base.checkpoint import MANIFEST, models_are_whole, open_base
 from qlora_rl.base.experts import NAMINGS, experts_as_linears, is_mixture
-from qlora_rl.base.hub import hub_reachable, is_local, why_missing
+from qlora_rl.base.hub import hub_reachable, is_local, missing_path, why_missing
 from qlora_rl.base.model_classes import VISION_TYPES, adaptable, auto_class, takes_images, vision_parts
 from qlora_rl.base.quant import QuantSpec
 from qlora_rl.base.unsupported_configs import check_function
@@ -27,6 +27,8 @@ from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
 from qlora_rl.memory.published import UNSUPPORTED, Published, published, why_unsupported
 
 logger = logging.getLogger(__name__)
+
+_MODELS = "Pass a checkpoint directory, a config.json, or the name of a hub model that can be reached from here."
 
 
 @dataclass(frozen=True)
@@ -174,6 +176,8 @@ def read_config(model: str | os.PathLike[str], *, trust_remote_code: bool = Fals
     """
     from transformers import AutoConfig
 
+    if why := missing_path(model):
+        raise ConfigConflictError(f"reading the config: {why}. {_MODELS}")
     path = Path(model)
     try:
         if path.is_file():
@@ -196,8 +200,7 @@ def read_config(model: str | os.PathLike[str], *, trust_remote_code: bool = Fals
                 f"reading the config of {model}: {why_missing(os.fspath(model))} ({reason})."
             ) from error
         raise ConfigConflictError(
-            f"reading the config of {model}: {lines[0] if lines else type(error).__name__}. Pass a checkpoint "
-            "directory, a config.json, or the name of a hub model that can be reached from here."
+            f"reading the config of {model}: {lines[0].rstrip('.') if lines else type(error).__name__}. {_MODELS}"
         ) from error
 
 

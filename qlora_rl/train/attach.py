@@ -17,7 +17,7 @@ from qlora_rl.fidelity import FidelityMonitor
 from qlora_rl.sharded_tensors import is_sharded
 from qlora_rl.train.metrics.alarm import MismatchAlarm, alarm_for, check_word
 from qlora_rl.train.metrics.measure import MeasuredSteps
-from qlora_rl.train.metrics.rewards import agree_on, guard
+from qlora_rl.train.metrics.rewards import agree_on, check_signature, guard
 from qlora_rl.train.rloo import SampledLogprobs
 from qlora_rl.train.rollouts.endings import EndedCompletions
 from qlora_rl.train.rollouts.engine_link import Link, link_policy
@@ -273,3 +273,5 @@ def _check(trainer: Any, canary_every: int) -> None:
             "QLoRAGRPOTrainer(sync='weights') to train all weights of a base that is not 4-bit."
         )
     active_adapter(trainer.model)  # exactly one
+    for reward, name in zip(trainer.reward_funcs, trainer.reward_func_names, strict=True):
+        check_signature(reward, None, name)

@@ -24,7 +24,7 @@ from qlora_rl.errors import ConfigConflictError, EngineClosedError, RewardFuncti
 from qlora_rl.stages import begin, ended
 from qlora_rl.sync.plan import WISHES, plan_sync
 from qlora_rl.train.metrics.alarm import alarm_for, check_word
-from qlora_rl.train.metrics.rewards import agree_on, as_list, guard
+from qlora_rl.train.metrics.rewards import agree_on, as_list, check_signature, guard
 from qlora_rl.train.rollouts.engine_link import Link, link_policy, release, why_dense
 from qlora_rl.train.rollouts.engines import EngineChoice
 from qlora_rl.train.run import CONFIG, FINGERPRINTS
@@ -242,6 +242,10 @@ class OnlineTrainer(TrainedRun):
         if ranks().size > 1:
             why = "in several processes it is sampled from text prompts only"
         settings.check_prompts(args, *datasets)
+        gives_more = any(asked.of_trl.get(name) is not None for name in ("rollout_func", "environment_factory"))
+        columns = None if gives_more else getattr(asked.of_trl.get("train_dataset"), "column_names", None)
+        for reward in as_list(asked.of_trl.get("reward_funcs")):
+            check_signature(reward, columns)
         images = settings.check_datasets(*datasets, why=why)
         if images and not may_take_images(asked.model):
             settings.reject_images(images, f"{asked.model} takes none")

@@ -188,6 +188,9 @@ def test_rows_of_an_evaluation_get_their_images_by_the_runs_column(rows, tmp_pat
     found = open_images(read, data, tmp_path)
     assert [pixels(row["images"]) for row in found] == [pixels(e) for e in ([picture(1)], [], [picture(2), picture(3)])]
     assert open_images(read, None, tmp_path) == read
+    stored = {"bytes": (tmp_path / "seen/1.png").read_bytes(), "path": None}  # as a .parquet file holds them
+    (kept,) = open_images([{"prompt": "a", "picture": [stored]}], data, tmp_path)
+    assert pixels(kept["images"]) == pixels([picture(1)])
     for wrong in ("seen/9.png", 7, ["rows.jsonl"]):
         with pytest.raises(ConfigConflictError, match="row 1: picture = "):
             open_images([read[0], {"prompt": "b", "picture": wrong}], data, tmp_path)

@@ -1,5 +1,6 @@
 """What is rejected, each with what was wrong and the way out: docs/trl-arguments.md."""
 
+import functools
 import re
 
 import numpy
@@ -22,7 +23,7 @@ from qlora_rl.errors import (
     RunDirectoryError,
     UnsupportedQuantError,
 )
-from qlora_rl.train.metrics.rewards import guard
+from qlora_rl.train.metrics.rewards import check_signature, guard
 
 Q = {"r": 4, "target_modules": ["q_proj"]}
 
@@ -365,6 +366,48 @@ def test_a_broken_reward_function_is_named_with_what_it_did(reward, kind, make_t
     assert f"reward function '{reward.__name__}' {BROKEN[reward]}" in str(caught.value)
     # The run says so too, and can be read.
     assert '"failed"' in (trainer.run.path / "summary.json").read_text()
+
+
+def takes_no_others(completions):
+    return [1.0] * len(completions)
+
+
+def takes_positions(completions, /, **_):
+    return [1.0] * len(completions)
+
+
+def takes_a_table(completions, table, **_):
+    return [1.0] * len(completions)
+
+
+UNCALLABLE = {
+    takes_no_others: "does not take prompts, completion_ids",
+    takes_positions: "needs completions, which it would not get",
+    takes_a_table: "needs table, which it would not get",
+}
+
+
+@pytest.mark.parametrize("reward", UNCALLABLE)
+def test_a_reward_that_cannot_be_called_is_rejected_before_anything_is_loaded(reward, make_trainer):
+    with pytest.raises(RewardFunctionError) as caught:
+        make_trainer(model="/nowhere", reward_funcs=[reward])
+    assert f"reading the reward functions: '{reward.__name__}' {UNCALLABLE[reward]}" in str(caught.value)
+    assert "It gets prompts, completions, completion_ids and the dataset's columns as keyword lists" in str(
+        caught.value
+    )
+
+
+def test_a_reward_of_which_it_is_not_certain_is_left_to_the_call():
+    def named(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, answer, more=None):
+        return [1.0] * len(completions)
+
+    class Scores:
+        def __call__(self, completions, **_):
+            return [1.0] * len(completions)
+
+    for reward in (named, Scores(), functools.partial(takes_a_table, table=1), "a/model", torch.nn.Linear(1, 1)):
+        check_signature(reward, ["prompt", "answer"])
+    check_signature(takes_a_table, None)  # a rollout function may give it
 
 
 @pytest.mark.parametrize(

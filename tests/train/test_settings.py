@@ -8,6 +8,7 @@ import pytest
 import torch
 from datasets import Dataset
 from recorded import Recorded
+from support import make_model
 from trl import GRPOConfig
 
 from qlora_rl import QLoRAGRPOTrainer
@@ -15,6 +16,7 @@ from qlora_rl.config.trl_fields import make_args
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
 from qlora_rl.train.ranks import zero
 from qlora_rl.train.setup import settings
+from qlora_rl.train.setup.methods import contradictions
 from qlora_rl.train.setup.processes import check_processes
 
 # field -> a value that is not the default, and the argument of LocalEngine in which it arrives
@@ -71,6 +73,25 @@ def test_the_length_of_a_recommended_file_can_be_left_out_as_its_error_says(make
         make_trainer(args=config(vllm_max_model_length=48))
     told = make_args(GRPOConfig, {"vllm_max_model_length": "none", "report_to": []})
     make_trainer(args=config(vllm_max_model_length=told.vllm_max_model_length))
+
+
+@pytest.mark.parametrize("rollout", ["colocate", "server"])
+def test_a_length_without_room_for_a_prompt_is_rejected_in_python_and_in_a_file(rollout, make_trainer, config):
+    args = config(vllm_max_model_length=128, max_completion_length=128)
+    said = "max_completion_length=128 leaves no room for a prompt: vllm_max_model_length=128"
+    with pytest.raises(ConfigConflictError, match=said):
+        make_trainer(model="/nowhere", rollout=rollout, args=args)
+    assert any(said in each for each in contradictions("grpo", args, rollout))
+
+
+def test_a_length_beyond_the_models_positions_is_rejected_before_anything_is_loaded(
+    make_trainer, config, colocate, tmp_path, monkeypatch
+):
+    model = make_model(tmp_path / "model")
+    monkeypatch.setattr("qlora_rl.train.setup.model_source.prepare_base", None)  # nothing comes so far
+    with pytest.raises(ConfigConflictError, match=r"vllm_max_model_length=100000, and the model has \d+ positions"):
+        make_trainer(model=str(model), rollout="colocate", args=config(vllm_max_model_length=100_000))
+    assert not colocate
 
 
 @pytest.mark.parametrize("field", READ_BY_TRL)

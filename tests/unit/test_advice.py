@@ -148,6 +148,20 @@ def test_large_models_get_half_the_rate_in_sft_and_a_cpu_no_paged_optimizer(conf
     assert recommend(config_of("8b", positions=1024), "sft").config["max_length"] == 1024
 
 
+@pytest.mark.parametrize(("length", "completion"), [(None, 128), (512, 256)])
+def test_a_first_run_on_a_cpu_is_small_and_says_why(config_of, length, completion):
+    for task in ("grpo", "rloo"):
+        advice = recommend(config_of("8b"), task, device="cpu", max_length=length)
+        config = advice.config
+        assert config["per_device_train_batch_size"] * config["gradient_accumulation_steps"] == 16
+        assert config["max_completion_length"] == completion
+        assert advice.reasons["gradient_accumulation_steps"].startswith("no GPU here: 16 completions per step")
+        assert advice.reasons["max_completion_length"].startswith("no GPU here: ") == (length is None)
+        on_gpu = recommend(config_of("8b"), task, device="cuda", max_length=length)
+        assert on_gpu.config["max_completion_length"] == (length or 2048) // 2
+        assert "no GPU" not in str(on_gpu)
+
+
 def test_small_models_and_short_runs_get_higher_rates():
     assert [learning_rate("grpo", size) for size in (32e9, 8e9, 0.6e9, 0.135e9, 0.001e9)] == [
         5e-6,

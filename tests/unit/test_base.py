@@ -350,7 +350,7 @@ def test_a_named_directory_is_made_and_reused(model_dir, tmp_path):
 
 
 def test_a_model_that_is_nowhere_is_a_clear_error(tmp_path):
-    with pytest.raises(BaseIncompleteError, match="does not exist"):
+    with pytest.raises(BaseIncompleteError, match="there is no directory"):
         prepare_base(tmp_path / "nothing")
     with pytest.raises(BaseIncompleteError, match="'nobody/nothing'"):
         prepare_base("nobody/nothing")

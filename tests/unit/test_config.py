@@ -31,7 +31,12 @@ TEXT, WHOLE, NUMBER, TRUTH, TABLE = "a string in quotes", "a whole number", "a n
 # A wrong value of every field, and what is said about it.
 WRONG = {
     "base": {
-        "model": [(3, TEXT), ("/nowhere", "no directory /nowhere"), ("a/b/c", "neither a directory nor a name")],
+        "model": [
+            (3, TEXT),
+            ("/nowhere", "no directory /nowhere"),
+            ("a/b/c", "no directory a/b/c"),
+            ("a b", "neither a directory nor a name"),
+        ],
         "quant": [("nf5", "did you mean 'nf4'"), (4, TEXT)],
         "double_quant": [("yes", TRUTH)],
         "blocksize": [(65, "one of 64, 128"), ("64", "one of 64")],
@@ -276,8 +281,6 @@ def test_everything_is_said_at_once(tmp_path):
         ({"rollout": {"where": "server", "replicas": 2}}, "[rollout] replicas", "belongs to where = 'ray'"),
         ({"rollout": {"api_key_file": str(ROOT / "Makefile")}}, "[rollout] api_key_file", "only a server needs a key"),
         ({"rollout": {"where": "server", "share_base": True}}, "[rollout] share_base", "nothing can be shared"),
-        ({"train": {"vllm_max_model_length": 64, "max_completion_length": 64}}, "[train] max_completion_length",
-            "no room for a prompt"),
         ({"train": {"eval_strategy": "steps"}}, "[train] eval_strategy", "Set [data] eval"),
         ({"data": {**GOOD["data"], "columns": {"prompt": "answer"}, "prompt_template": "{answer}"}},
             "[data] prompt_template", "columns does so"),

@@ -1,5 +1,6 @@
 """Without network: one message at once, and what is cached still loads."""
 
+import os
 import re
 import socket
 import subprocess
@@ -74,6 +75,24 @@ def test_a_command_says_it_once_and_soon(command, tmp_path):
     assert "retry" not in done.stderr.lower()
     assert "Traceback" not in done.stderr
     assert time.monotonic() - started < 60  # it was five minutes of retries; most of this is imports
+
+
+@pytest.mark.parametrize("model", ["/no/such/model", "./no-such-model", "no/such/model"])
+@pytest.mark.parametrize("command", ["plan", "recommend", "prepare", "train"])
+def test_every_command_says_the_same_of_a_path_at_which_there_is_no_model(command, model, tmp_path, capsys):
+    from runfile import GOOD, written
+
+    from qlora_rl.cli import main
+
+    file = written(tmp_path, {**GOOD, "base": {"model": model}})
+    words = {"train": ["train", str(file), "--check"], "prepare": ["prepare", model, str(tmp_path / "base")]}
+    assert main(words.get(command, [command, model])) == 1
+    said = capsys.readouterr().err
+    # Paths in a file start from its directory.
+    place = os.path.normpath(tmp_path / model) if command == "train" and model.startswith(".") else model
+    assert f"there is no directory {place}" in said
+    assert "Repo id" not in said
+    assert ".." not in said
 
 
 UNSUPPORTED = [

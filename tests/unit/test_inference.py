@@ -268,6 +268,25 @@ def test_rows_of_an_evaluation_become_what_the_runs_rows_were(told):
     assert as_trained([{"prompt": "2+2"}], framed.data) == [{"prompt": "Q: 2+2\nA:"}]  # as training does it
 
 
+@pytest.mark.parametrize("kind", ["csv", "json", "parquet"])
+def test_an_evaluation_reads_the_files_that_training_reads(kind, told, tmp_path):
+    import datasets
+
+    rows = [{"question": "1+1=", "solution": "2"}, {"question": "2, and 2?", "solution": "04"}]
+    file = tmp_path / f"rows.{kind}"
+    getattr(datasets.Dataset.from_list(rows), f"to_{kind}")(str(file))
+    if kind == "json":
+        file.write_text(json.dumps(rows))
+    trained = open_trained(told(**SAID | {"train": "rows.jsonl", "columns": {"answer": "solution"}}))
+    found = as_trained(read_rows(file), trained.data)
+    assert [row["prompt"][-1]["content"] for row in found] == [row["question"] for row in rows]
+    assert [row["answer"] for row in found] == ["2", "04"]
+    assert len(read_rows(file, 1)) == 1
+    file.write_bytes(b"")
+    with pytest.raises(ConfigConflictError, match=r"reading the rows: .*rows\."):
+        read_rows(file)
+
+
 @pytest.mark.parametrize("value", [["a?"], {"a": "?"}, None])
 def test_rows_of_an_evaluation_fill_the_template_with_text_or_numbers_alone(told, value):
     data = open_trained(told(train="rows.jsonl", prompt_template="Q: {question}")).data
@@ -319,7 +338,7 @@ def test_an_evaluation_asks_the_rows_that_the_runs_file_evaluates_on_where_no_da
     assert json.loads((path / "eval.json").read_text())["asked"]["data"] == GSM8K.name
     told(**SAID | {"train": str(GSM8K)})
     assert main(["eval", str(path), "--reward", "numeric"]) == 2
-    assert "no file that names [data] eval. Pass the rows to ask: --data" in capsys.readouterr().err
+    assert "no file that names [data] eval. Pass the rows to ask: --data FILE, any data file" in capsys.readouterr().err
 
 
 def test_an_evaluation_names_rewards_as_training_does(told, tmp_path, monkeypatch):

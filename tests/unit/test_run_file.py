@@ -19,6 +19,8 @@ from qlora_rl.errors import ConfigConflictError
 GSM8K = ROOT / "tests" / "data" / "gsm8k" / "train-128.jsonl"
 MODEL = ["Qwen/Qwen3-8B", "--gpu-memory", "24"]
 
+TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+DIGITS = "End your answer with the final number in digits."
 BARE = "Answer with the final answer only, without explanation."
 
 
@@ -84,8 +86,9 @@ def test_a_model_without_a_template_gets_plain_text_with_the_same_instruction(ca
 @pytest.mark.parametrize(
     ("task", "row", "data", "rewards"),
     [
-        ("grpo", {"prompt": "1+1=", "answer": "2"}, {}, [{"use": "numeric_match"}]),
-        ("grpo", {"problem": "1+1=", "solution": 2}, {"prompt_template": "{problem}"},
+        ("grpo", {"prompt": "1+1=", "answer": "2"}, {"system_prompt": DIGITS},
+         [{"use": "numeric_match"}]),
+        ("grpo", {"problem": "1+1=", "solution": 2}, {"prompt_template": "{problem}", "system_prompt": DIGITS},
          [{"use": "numeric_match", "arguments": {"column": "solution"}}]),
         ("rloo", {"query": "capital?", "answer": "Paris"}, {"prompt_template": "{query}", "system_prompt": BARE},
          [{"use": "exact_match"}]),
@@ -129,6 +132,27 @@ def test_whole_texts_have_no_template(tmp_path):
     ("task", "row", "error", "said"),
     [
         ("grpo", {"answer": "2"}, ConfigConflictError, "no column with a prompt .*there are answer"),
+        (
+            "grpo",
+            {"q": "1+1=", "a": "2"},
+            ConfigConflictError,
+            r'columns = { prompt = "q", answer = "a" } into its \[data',
+        ),
+        ("sft", {"q": "1+1=", "a": "2"}, ConfigConflictError, r'columns = { prompt = "q", completion = "a" }'),
+        ("grpo", {"q": "1+1=", "answer": "2"}, ConfigConflictError, r'columns = { prompt = "q" }'),
+        (
+            "grpo",
+            {"messages": TALK},
+            ConfigConflictError,
+            "messages holds whole conversations.*add --task sft; grpo nee",
+        ),
+        (
+            "rloo",
+            {"conversations": [{"from": "human", "value": "a"}]},
+            ConfigConflictError,
+            "there are messages. messages holds whole conversations .*called conversations.*--task sft; rloo needs",
+        ),
+        ("grpo", {"conversations": "a"}, ConfigConflictError, "conversations holds whole conversations: to imitate"),
         ("grpo", {"prompt": "a"}, ConfigConflictError, "an answer to compare with .*--reward path.py:function"),
         ("grpo", {"prompt": "a", "answer": "b" * 50}, ConfigConflictError, "answers of up to 50 characters"),
         ("sft", {"question": "a"}, ConfigConflictError, "no column with an answer"),

@@ -133,6 +133,18 @@ def test_the_check_of_a_run_rejects_a_length_beyond_the_common_one(length, code,
     assert ("LongRoPE" in capsys.readouterr().err) == bool(code)
 
 
+@pytest.mark.parametrize(
+    ("rope", "length", "code"), [({}, 9000, 1), ({}, 8192, 0), ({"rope_type": "yarn", "factor": 4.0}, 9000, 0)]
+)
+def test_the_check_of_a_run_rejects_a_length_beyond_the_models_positions(rope, length, code, tmp_path, capsys):
+    rope = {"rope_parameters": rope | {"rope_theta": 10000.0}} if rope else {}
+    config_of("LlamaConfig", max_position_embeddings=8192, **rope).save_pretrained(tmp_path / "model")
+    document = {**GOOD, "base": {"model": str(tmp_path / "model")}, "train": {"vllm_max_model_length": length}}
+    assert main(["train", str(written(tmp_path, document)), "--check"]) == code
+    said = f"vllm_max_model_length={length}, and the model has 8192 positions"
+    assert (said in capsys.readouterr().err) == bool(code)
+
+
 @pytest.mark.parametrize("task", ["grpo", "sft"])
 def test_recommend_keeps_a_longrope_model_within_its_original_length(task, capsys):
     assert main(["recommend", "microsoft/Phi-3.5-mini-instruct", "--max-length", "8192", "--task", task]) == 0

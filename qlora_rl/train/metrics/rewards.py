@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from trl.trainer.utils import get_callable_name, is_async_callable
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import RewardFunctionError
 
+# What a reward function is called with, and how.
+_CALLED = ("prompts", "completions", "completion_ids")
+_GETS = f"It gets {_CALLED[0]}, {_CALLED[1]}, {_CALLED[2]} and the dataset's columns as keyword lists"
 # Arguments that are no columns.
 _OF_TRL = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments"}
 
@@ -57,6 +61,41 @@ def guard(reward: Any, name: str | None = None, failures: list[RewardFunctionErr
     return call
 
 
+def check_signature(reward: Any, columns: Sequence[str] | None, name: str | None = None) -> None:
+    """Reject a function that no call of TRL's can succeed with; what cannot be told is left to the call.
+
+    Args:
+        reward: as TRL takes it.
+        columns: of the dataset; `None` where it, or something else, may give further ones.
+        name: as in `guard`.
+
+    Raises:
+        RewardFunctionError: it does not take the arguments of every call, or needs one that none has.
+    """
+    if isinstance(reward, torch.nn.Module | str):
+        return
+    try:
+        taken = inspect.signature(reward, follow_wrapped=False).parameters.values()
+    except (TypeError, ValueError):  # written in C: it says nothing about itself
+        return
+    named = {each.name: each for each in taken if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in taken)
+    untaken = [] if takes_any else [each for each in _CALLED if each not in named]
+    known = {*_OF_TRL, *(set(columns or ()) - {"prompt"})}
+    needed = [each.name for each in taken if each.kind is each.POSITIONAL_ONLY and each.default is each.empty]
+    if columns is not None:
+        needed += [each.name for each in named.values() if each.default is each.empty and each.name not in known]
+    if not untaken and not needed:
+        return
+    why = [f"does not take {', '.join(untaken)}"] if untaken else []
+    why += [f"needs {', '.join(needed)}, which it would not get"] if needed else []
+    there = "" if columns is None else f" ({', '.join(sorted(known - _OF_TRL)) or 'none'})"
+    raise RewardFunctionError(
+        f"reading the reward functions: {name or get_callable_name(reward)!r} {' and '.join(why)}. {_GETS}{there}. "
+        "Name those that it uses, and add **kwargs for all others: def reward(completions, answer, **kwargs)."
+    )
+
+
 def agree_on(failures: list[RewardFunctionError] | None) -> None:
     """After TRL's collective: what a reward function has raised on one rank is raised on all; called by all, also
     without a list."""
@@ -94,9 +133,8 @@ def _failed(name: str, error: Exception, kwargs: Mapping[str, Any]) -> RewardFun
         lost = f" The columns that it got: {columns or 'none'}."
     is_missing = isinstance(error, KeyError) or (isinstance(error, TypeError) and "argument" in str(error))
     return RewardFunctionError(
-        f"scoring completions: the reward function {name!r} raised {type(error).__name__}: {error}. It gets prompts, "
-        "completions, completion_ids and the dataset's columns as keyword lists, and must return one number (or None) "
-        "per completion, whatever the completion "
+        f"scoring completions: the reward function {name!r} raised {type(error).__name__}: {error}. {_GETS}, and "
+        "must return one number (or None) per completion, whatever the completion "
         f"holds.{lost if is_missing else ''}{form if isinstance(first, list) else ''}"
     )
 

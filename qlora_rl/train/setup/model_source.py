@@ -17,6 +17,7 @@ from qlora_rl.base.attention.choice import apply_attention, attention_for
 from qlora_rl.base.checkpoint import MANIFEST, PreparedBase, adopt, load_base, open_base, prepare_base
 from qlora_rl.base.fingerprint import base_parameters
 from qlora_rl.base.quant import QuantSpec, spec_of, store_as
+from qlora_rl.base.unsupported_configs import check_positions
 from qlora_rl.errors import AdapterRejectedError, ConfigConflictError, UnsupportedQuantError, collected
 from qlora_rl.memory.shape import model_and_adapter, read_config
 
@@ -106,6 +107,7 @@ def resolve_model(
         _check_trainable(model, args, bool(getattr(args, "beta", 0.0)) if refers is None else refers)
     bare = model.get_base_model() if is_peft else model
     check_autocast(replace(spec_of(bare), compute_dtype=_dtype_name(bare)), args)
+    check_positions(bare.config, getattr(args, "vllm_max_model_length", None))
     base = base_of(model, args, processing_class)
     if is_peft:
         logger.info("training goes on with the adapter of the PeftModel")
@@ -231,6 +233,7 @@ def _from_path(path: str, args: GRPOConfig, quantization_config: Any, peft_confi
             "trust_remote_code are taken), or load the model yourself and pass it."
         )
     _check_attention(path, options["attn_implementation"], trust)
+    _check_length(path, args, trust)
     if os.path.isfile(os.path.join(path, MANIFEST)):
         if config is not None:
             raise ConfigConflictError(
@@ -310,6 +313,22 @@ def _check_attention(path: str, wish: Any, trust_remote_code: bool) -> None:
         logger.debug("the attention of the model is not known yet: %s", error)
     else:
         attention_for(config, wish, "reading the model")
+
+
+def _check_length(path: str, args: Any, trust_remote_code: bool) -> None:
+    """Reject a length of the engine that the model does not reach, before a base is prepared.
+
+    Raises:
+        ConfigConflictError: says what to set.
+    """
+    if (length := getattr(args, "vllm_max_model_length", None)) is None:
+        return
+    try:
+        config = read_config(path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # said where the model is prepared
+        logger.debug("the positions of the model are not known yet: %s", error)
+    else:
+        check_positions(config, length)
 
 
 def check_autocast(spec: QuantSpec, args: Any) -> None:

@@ -170,6 +170,12 @@ def check(args: GRPOConfig, rollout: str | list[str] | RolloutEngine) -> None:
                 f"generation_kwargs sets {name}={given!r}, and the trainer computes with "
                 f"{field}={getattr(args, field)!r}: set {field} alone"
             )
+    whole, answer = getattr(args, "vllm_max_model_length", None), getattr(args, "max_completion_length", None)
+    if rollout in STARTED and whole and answer and answer >= whole:
+        reasons.append(
+            f"max_completion_length={answer} leaves no room for a prompt: vllm_max_model_length={whole} counts prompt "
+            "and completion: lower max_completion_length, or raise vllm_max_model_length"
+        )
     corrects = getattr(args, "vllm_importance_sampling_correction", False)  # GRPO alone
     if corrects and args.vllm_importance_sampling_mode not in _CORRECTIONS:
         # TRL says so only after the first rollout.
