@@ -13,7 +13,7 @@ import torch
 from sides import PROBE, Side, fake_engine, make_scheme, policy, trainer_logprobs
 
 from qlora_rl import AccessDeniedError, BaseMismatchError
-from qlora_rl.torchrl import AdapterSyncScheme, MultiprocessingRPC, RayRPC, TorchDistributedRPC
+from qlora_rl.torchrl import AdapterSyncScheme, BroadcastTransfer, MultiprocessingRPC, RayRPC, TorchDistributedRPC
 
 TRANSFERS = ["directory", "body", "broadcast"]
 PUSHES = 3
@@ -191,6 +191,15 @@ def test_a_sender_gives_up_what_is_no_receiver(said):
         assert time.monotonic() - began < 5.0
         for each in kept:
             each.close()
+
+
+def test_the_rendezvous_of_a_broadcast_listens_on_its_address_alone():
+    transfer = BroadcastTransfer(timeout_s=5.0)
+    port = transfer.offer()["port"]
+    with pytest.raises(ConnectionRefusedError):
+        dial(("127.0.0.2", port))
+    dial(("127.0.0.1", port)).close()
+    transfer.close()
 
 
 def dial(address):
