@@ -255,7 +255,7 @@ def run_piece(
     shutil.rmtree(home, ignore_errors=True)  # what a stopped one has left
     home.mkdir(parents=True)
     command = [part.replace("{python}", sys.executable).replace("{out}", str(home)) for part in piece.command]
-    started = time.time()
+    started = time.monotonic()
     with (home / "log.txt").open("wb") as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=cwd, env=dict(environment),
@@ -275,7 +275,7 @@ def run_piece(
         status = LACKS
     if status == PASSED and "pytest" in command and not re.search(r"\b\d+ passed", text):
         status = LACKS  # skipped: it needs two GPUs, or a package; pytest says which
-    outcome = {"status": status, "code": code, "seconds": round(time.time() - started, 1), "limit_s": limit_s}
+    outcome = {"status": status, "code": code, "seconds": round(time.monotonic() - started, 1), "limit_s": limit_s}
     if status != PASSED:
         outcome["tail"] = text[-3000:]
     for name in ("numbers.json", "run/summary.json"):

@@ -80,8 +80,18 @@ class PreparedBase:
 
 
 def cache_root() -> Path:
-    """`$QLORA_RL_CACHE`, or `~/.cache/qlora_rl`."""
-    return Path(os.environ.get("QLORA_RL_CACHE") or Path.home() / ".cache" / "qlora_rl")
+    """`$QLORA_RL_CACHE`, or `~/.cache/qlora_rl`.
+
+    Raises:
+        ConfigConflictError: this user has no home directory.
+    """
+    try:
+        return Path(os.environ.get("QLORA_RL_CACHE") or Path.home() / ".cache" / "qlora_rl")
+    except RuntimeError as error:
+        raise ConfigConflictError(
+            f"looking for the cache: user {os.getuid()} has no home directory. Set HOME or QLORA_RL_CACHE to a "
+            "directory that it can write."
+        ) from error
 
 
 @ended()
@@ -152,7 +162,10 @@ def prepare_base(
     if method is not None:
         spec = QuantSpec.stored(json.loads((source / "config.json").read_text())["quantization_config"])
     begin(f"reading {model}")
-    inputs = _digest_inputs(digest_directory(source), spec, digest_tokenizer(tokenizer))
+    try:
+        inputs = _digest_inputs(digest_directory(source), spec, digest_tokenizer(tokenizer))
+    except PermissionError as error:
+        raise _unreadable("preparing a base", error) from error
 
     def write(directory: Path) -> QuantSpec:
         begin(f"loading {model}, and quantising it: {spec.label}")
@@ -243,6 +256,8 @@ def open_base(path: str | os.PathLike[str], *, verify: bool = True) -> PreparedB
             f"opening a base: {directory} {what} (no {MANIFEST}: it is written last, so a half-written directory has "
             f"none). Make it: qlora-rl prepare MODEL {directory}"
         ) from None
+    except PermissionError as error:
+        raise _unreadable("opening a base", error) from error
     except (OSError, ValueError) as error:
         raise _damaged(directory, error) from error
     form = manifest.get("format")
@@ -256,6 +271,8 @@ def open_base(path: str | os.PathLike[str], *, verify: bool = True) -> PreparedB
         reasons = list(misfits(directory, manifest["files"], verify=verify))
         spec, parent = QuantSpec.from_dict(manifest["spec"]), manifest.get("parent")
         opened = PreparedBase(directory, spec, str(manifest["identity"]), str(manifest["inputs"]), parent)
+    except PermissionError as error:
+        raise _unreadable("opening a base", error) from error
     except (AttributeError, LookupError, TypeError, ValueError, OSError) as error:
         raise _damaged(directory, error) from error
     if reasons:
@@ -264,6 +281,13 @@ def open_base(path: str | os.PathLike[str], *, verify: bool = True) -> PreparedB
             reasons=reasons,
         )
     return opened
+
+
+def _unreadable(doing: str, error: PermissionError) -> BaseIncompleteError:
+    return BaseIncompleteError(
+        f"{doing}: {error.filename}: {error.strerror}. It belongs to another user: have them let you read it (chmod "
+        "-R go+rX DIRECTORY), or copy it."
+    )
 
 
 def _damaged(directory: Path, error: Exception) -> BaseIncompleteError:
@@ -474,6 +498,7 @@ def _publish(
                 manifest["parent"] = parent
             (staging / MANIFEST).write_text(json.dumps(manifest, indent=1))
             for file in filter(Path.is_file, staging.rglob("*")):
+                file.chmod(0o644)  # safetensors lets nobody but this user read what it writes
                 _fsync(file)
             staging.chmod(0o755)
             if target.exists():  # empty and made by the caller, or in the cache and never finished

@@ -17,6 +17,7 @@ import torch
 from qlora_rl.base.experts import Names, is_expert_matrix, naming_of, routers_of
 from qlora_rl.base.model_classes import directory_takes_images, vision_parts
 from qlora_rl.base.quant import QuantSpec, plain_name, quantize_linear
+from qlora_rl.documents import printable
 from qlora_rl.errors import BaseIncompleteError, ConfigConflictError, UnsupportedQuantError
 
 if TYPE_CHECKING:
@@ -334,19 +335,30 @@ def write_tokenizer(tokenizer: Any, source: Path, directory: Path, trust_remote_
     if tokenizer is None:
         try:
             tokenizer = own()
+            tokenizer("a")  # some of what is damaged shows only here
         except Exception as error:
             raise ConfigConflictError(
-                f"preparing a base: {source} has no tokenizer ({type(error).__name__}). The engine needs one next to "
-                "the weights; pass tokenizer= (processing_class= of the trainer)."
+                f"preparing a base: {source} has no tokenizer that can be read ({_said(error)}). The engine needs one "
+                "next to the weights; pass tokenizer= (processing_class= of the trainer)."
             ) from error
     check_vocabulary(tokenizer, rows, f"preparing a base of {source}", own_if_any)
     if directory_takes_images(directory):
         from transformers import AutoProcessor
 
         tokenizer = tokenizer if hasattr(tokenizer, "image_processor") else AutoProcessor.from_pretrained(source)
+    else:
+        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+    try:
         tokenizer.save_pretrained(directory)
-        return
-    getattr(tokenizer, "tokenizer", tokenizer).save_pretrained(directory)
+    except UnicodeError as error:  # half characters, which JSON may hold
+        raise ConfigConflictError(
+            f"preparing a base of {source}: its tokenizer cannot be written ({_said(error)}). Correct its chat "
+            "template and tokens, or pass another tokenizer= (processing_class= of the trainer)."
+        ) from error
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {printable(str(error).partition(chr(10))[0][:200])}"
 
 
 def require_writable(place: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import functools
 import itertools
 import json
@@ -232,6 +233,13 @@ def _load(files: str | list[str], data: Data, split: str, place: str) -> Any:
         raise ConfigConflictError(f"loading the data: {place}: {error}.") from error
     except Exception as error:  # whatever the library finds: the file is the user's, and so is the way out
         reason = error.__cause__ or error
+        denied = (errno.EACCES, errno.EPERM, errno.EROFS)
+        # datasets keeps what it has read
+        if isinstance(reason, OSError) and reason.errno in denied and str(reason.filename) not in names:
+            raise ConfigConflictError(
+                f"loading the data: [data] {place}: the cache of datasets cannot be written ({reason}). Set HF_HOME to "
+                "a directory that this user can write."
+            ) from error
         if "corresponds to no data" in str(reason):
             raise ConfigConflictError(
                 f"loading the data: {place}: {', '.join(names)} holds no rows. Pass another one."

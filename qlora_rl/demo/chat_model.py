@@ -102,9 +102,10 @@ def make_once(
     Raises:
         FileExistsError: `out_dir` holds something else.
     """
+    from qlora_rl.base.checkpoint import cache_root
+
     digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
-    home = Path(os.environ.get("QLORA_RL_CACHE") or Path.home() / ".cache" / "qlora_rl")
-    out = Path(out_dir) if out_dir is not None else home / f"{kind}-{digest[:12]}"
+    out = Path(out_dir) if out_dir is not None else cache_root() / f"{kind}-{digest[:12]}"
     if out.is_dir() and any(out.iterdir()):
         if (out / _RECIPE).is_file() and json.loads((out / _RECIPE).read_text()) == digest:
             return out

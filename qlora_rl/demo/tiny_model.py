@@ -140,8 +140,9 @@ def make_tiny_model(
             f"writing the tiny model: out_dir={str(out)!r} contains other files at qlora_rl.demo.tiny_model. "
             "Choose a new or an empty directory."
         )
-    home = Path(os.environ.get("QLORA_RL_CACHE") or Path.home() / ".cache" / "qlora_rl")
-    cached = home / f"tiny-{recipe.digest()}"
+    from qlora_rl.base.checkpoint import cache_root
+
+    cached = cache_root() / f"tiny-{recipe.digest()}"
     if not cached.is_dir():
         put_directory(cached, lambda target: _pretrain_into(target, recipe, progress))
     if out is None:

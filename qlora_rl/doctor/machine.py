@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from qlora_rl.doctor.finding import Finding
+from qlora_rl.errors import ConfigConflictError
 from qlora_rl.memory.host import memory_gib
 
 PART = "machine"
@@ -24,9 +25,13 @@ def check_machine() -> list[Finding]:
     from qlora_rl.base.checkpoint import cache_root
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    hub = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    hub = Path(os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface"))
     found = [Finding(PART, "cores", str(cores)), _memory(), _shared_memory()]
-    found += [_disk("cache of bases", cache_root()), _disk("hub cache", hub, f"{_models(hub)} models in it")]
+    try:
+        found.append(_disk("cache of bases", cache_root()))
+    except ConfigConflictError as error:
+        found.append(Finding(PART, "cache of bases", "none", "problem", str(error)))
+    found += [_disk("hub cache", hub, f"{_models(hub)} models in it")]
     found += [_disk("this directory", Path.cwd()), _hub()]
     said = environment(os.environ)
     return [*found, Finding(PART, "environment", " ".join(f"{k}={v}" for k, v in said.items()) or "nothing set")]
@@ -34,7 +39,7 @@ def check_machine() -> list[Finding]:
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:
     """Variables that change how a run works; of secrets only that they are set, the home directory as `~`."""
-    home = str(Path.home())
+    home = os.path.expanduser("~")
     return {
         name: "(set)" if any(word in name for word in _SECRET) else _plain(value, home)
         for name, value in sorted(variables.items())
@@ -73,7 +78,7 @@ def _shared_memory() -> Finding:
 def _disk(name: str, path: Path, more: str = "") -> Finding:
     there = next(each for each in (path, *path.parents) if each.exists())
     free = shutil.disk_usage(there).free / GIB
-    text = ", ".join(filter(None, [_plain(str(path), str(Path.home())), f"{free:.0f} GiB free", more]))
+    text = ", ".join(filter(None, [_plain(str(path), os.path.expanduser("~")), f"{free:.0f} GiB free", more]))
     if not os.access(there, os.W_OK):
         return Finding(
             PART, name, text, "problem", "cannot be written to; set QLORA_RL_CACHE, HF_HOME, or change directory"

@@ -203,7 +203,7 @@ def write_modelfile(directory: Path, tokenizer: Any, *, model: str, adapter: str
     template, stops = _ollama_template(tokenizer)
     if template:
         lines.append(f'TEMPLATE """{template}"""')
-    elif getattr(tokenizer, "chat_template", None):
+    elif isinstance(getattr(tokenizer, "chat_template", None), str):  # no other is written
         lines.append(
             "# The chat template is in the GGUF file (tokenizer.chat_template); Ollama takes it where it knows it, "
             "otherwise write TEMPLATE."
@@ -357,6 +357,8 @@ def _way_to_split(content: dict[str, Any]) -> str:
     rewrites = [each["type"] for each in normalizer.get("normalizers", [normalizer]) if each["type"] != "NFC"]
     if rewrites:
         raise _Unknown(f"its tokenizer rewrites the text first ({', '.join(rewrites)})")
+    if (decoder := (content.get("decoder") or {}).get("type")) != "ByteLevel":
+        raise _Unknown(f"its tokenizer decodes in another way than by bytes (decoder={decoder!r})")
     before = content.get("pre_tokenizer") or {}
     steps = before.get("pretokenizers") or [before]
     kinds = [step.get("type") for step in steps]
@@ -377,7 +379,7 @@ def _add_tokenizer(writer: Any, base: Path, tokenizer: Any, size: int) -> None:
     added = {token["id"]: token for token in content.get("added_tokens", [])}
     by_id = {number: token for token, number in tokenizer.get_vocab().items()}
     tokens, types = [], []
-    for number in range(max(size, len(by_id))):
+    for number in range(size):  # llama.cpp loads no file with more tokens than rows; a text never needs those
         if number not in by_id:  # the embedding is larger than the vocabulary
             tokens.append(f"[PAD{number}]")
             types.append(UNUSED)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import json
+import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
@@ -109,8 +112,15 @@ class BroadcastTransfer:
         self._group = self._store = None
 
     def _open_store(self, port: int, *, is_master: bool) -> Any:
-        timeout = timedelta(seconds=self.timeout_s)
-        return dist.TCPStore(self.address, port, 2, is_master, timeout=timeout, wait_for_workers=False)
+        options: dict[str, Any] = {"timeout": timedelta(seconds=self.timeout_s), "wait_for_workers": False}
+        if is_master:
+            # By itself it would listen on all interfaces, and whoever comes may take the receiver's place.
+            # It still does where the address is a name, which may mean another one here, or none of this machine.
+            with contextlib.suppress(OSError, ValueError):
+                listener = socket.create_server((str(ipaddress.IPv4Address(self.address)), port))
+                port = listener.getsockname()[1]
+                options["master_listen_fd"] = listener.detach()
+        return dist.TCPStore(self.address, port, 2, is_master, **options)
 
     def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._group is None:
@@ -133,8 +143,6 @@ class BroadcastTransfer:
 
     def _own_address(self) -> str:
         """By which the other side can reach this one: that of the interface which leads to the sender's host."""
-        import socket
-
         if self._rank == 0:
             return self.address
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

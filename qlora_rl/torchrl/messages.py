@@ -82,7 +82,7 @@ def pack_error(error: BaseException) -> dict[str, Any]:
 
 def unpack_error(packed: dict[str, Any]) -> QloraRLError:
     """Inverse of `pack_error`, for classes of qlora_rl only."""
-    kind = NotJoinedError if packed["type"] == "NotJoinedError" else getattr(errors, packed["type"], None)
+    kind = NotJoinedError if packed["type"] == "NotJoinedError" else getattr(errors, str(packed["type"]), None)
     if not (isinstance(kind, type) and issubclass(kind, QloraRLError)):
         kind = SyncError
     return kind(packed["text"], reasons=packed["reasons"], module=packed["module"])
@@ -156,9 +156,13 @@ class Asking:
             answer = Message.decode(message)
             if (answer.session, answer.number) != (self.session, number):
                 continue  # of an earlier question, which was given up
-            if "error" in answer.content:
-                raise unpack_error(answer.content["error"])
-            return answer.content["value"]
+            try:
+                if "error" not in answer.content:
+                    return answer.content["value"]
+                found = unpack_error(answer.content["error"])
+            except (LookupError, TypeError) as error:
+                raise SyncError(f"reading an answer: {error!r}. Something else uses this channel.") from error
+            raise found
         raise self._give_up(f"has not answered for {self.timeout_s:g} s")
 
     def _give_up(self, why: str) -> PeerLostError:

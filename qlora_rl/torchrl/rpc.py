@@ -6,6 +6,7 @@ A layer holds settings only until a side opens its end: it can be pickled and ha
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import secrets
@@ -16,12 +17,16 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
 from typing import Protocol
 
 from qlora_rl.errors import AccessDeniedError
 
+logger = logging.getLogger(__name__)
+
 PARTIAL_S = 60.0  # for the rest of a message that has begun to arrive
+HANDSHAKE_S = 10.0  # for whoever has connected to show that it has the key
+STRANGERS = 64  # that may be connected at once and have not
 
 
 class Channel(Protocol):
@@ -120,12 +125,13 @@ class MultiprocessingRPC:
         """The sender's end; waits for a receiver."""
         deadline = time.monotonic() + timeout_s
         while True:
+            left = max(0.01, deadline - time.monotonic())
             try:
-                return _Connected(Client(self.address, authkey=self.authkey))
-            except AuthenticationError as error:
+                return _Connected(_admitted(_dial(self.address, left), self.authkey, left, is_asked_first=True))
+            except (AuthenticationError, AssertionError) as error:  # the latter of what does not begin as it should
                 raise AccessDeniedError(
-                    f"connecting to {self.address}: the receiver there has another authkey. Give both sides one: "
-                    "authkey=."
+                    f"connecting to {self.address}: there is no receiver, or it has another authkey. Give both sides "
+                    "one: authkey=."
                 ) from error
             except (OSError, EOFError) as error:
                 if time.monotonic() > deadline:
@@ -141,13 +147,43 @@ class MultiprocessingRPC:
         if isinstance(self.address, str):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.address)  # of a receiver that was killed
-        listener = Listener(self.address, authkey=self.authkey)
-        return _Listening(listener, lambda: Client(self.address, authkey=self.authkey), self._tidy)
+        return _Listening(Listener(self.address), self.authkey, self._tidy)
 
     def _tidy(self) -> None:
         if self._own_place is not None:
             with contextlib.suppress(OSError):
                 os.rmdir(self._own_place)
+
+
+def _dial(address: str | tuple[str, int], timeout_s: float) -> Connection:
+    with socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET) as handle:
+        handle.settimeout(timeout_s)
+        handle.connect(address)
+        handle.settimeout(None)
+        return Connection(handle.detach())
+
+
+def _admitted(connection: Connection, key: bytes, timeout_s: float, *, is_asked_first: bool = False) -> Connection:
+    """The connection, once both sides have shown that they have the key; closed where they have not, or not in time."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as handle:
+
+        def hang_up() -> None:
+            with contextlib.suppress(OSError):  # it has left
+                handle.shutdown(socket.SHUT_RDWR)
+
+        timer = threading.Timer(timeout_s, hang_up)
+        timer.start()
+        try:
+            steps = (deliver_challenge, answer_challenge)
+            for step in reversed(steps) if is_asked_first else steps:
+                step(connection, key)
+        except BaseException:
+            connection.close()
+            raise
+        finally:
+            timer.cancel()
+            timer.join()  # it must not shut down what is admitted
+    return connection
 
 
 class _Connected:
@@ -176,11 +212,12 @@ class _Connected:
 
 
 class _Listening:
-    """Accepts one sender after another; the newest one counts."""
+    """Accepts one sender after another; the newest one counts. Whoever does not show the key keeps nobody waiting."""
 
-    def __init__(self, listener: Listener, wake: Callable[[], Connection], tidy: Callable[[], None]):
-        self._listener, self._wake, self._tidy = listener, wake, tidy
+    def __init__(self, listener: Listener, key: bytes, tidy: Callable[[], None]):
+        self._listener, self._key, self._tidy = listener, key, tidy
         self._is_closed = False
+        self._unknown = threading.Semaphore(STRANGERS)
         self._new: queue.Queue[_Connected] = queue.Queue()
         self._current: _Connected | None = None
         self._thread = threading.Thread(target=self._accept, daemon=True, name="qlora-rl-rpc")
@@ -189,9 +226,23 @@ class _Listening:
     def _accept(self) -> None:
         while not self._is_closed:
             try:
-                self._new.put(_Connected(self._listener.accept()))
-            except (EOFError, ConnectionError, AuthenticationError):
-                continue  # it left, or does not know the key
+                connection = self._listener.accept()
+            except OSError as error:  # it left, or this process has no descriptor left
+                logger.info("accepting a sender: %s", error)
+                time.sleep(0.1)
+                continue
+            if self._is_closed:
+                connection.close()
+            elif self._unknown.acquire(timeout=HANDSHAKE_S):
+                threading.Thread(target=self._admit, args=(connection,), daemon=True, name="qlora-rl-rpc").start()
+
+    def _admit(self, connection: Connection) -> None:
+        try:
+            self._new.put(_Connected(_admitted(connection, self._key, HANDSHAKE_S)))
+        except (OSError, EOFError, AuthenticationError, AssertionError) as error:
+            logger.info("a connection was closed: %s", error or type(error).__name__)
+        finally:
+            self._unknown.release()
 
     def send(self, message: bytes, timeout_s: float) -> None:
         if self._current is None:
@@ -225,8 +276,8 @@ class _Listening:
         self._hang_up()
         if not self._is_closed:
             self._is_closed = True
-            with contextlib.suppress(OSError, EOFError):
-                self._wake().close()  # closing a socket does not end the thread that accepts from it
+            with contextlib.suppress(OSError):
+                _dial(self._listener.address, 1.0).close()  # closing a socket does not end the thread that accepts
             self._thread.join(1.0)
             self._listener.close()
             self._tidy()

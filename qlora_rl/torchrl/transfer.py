@@ -201,10 +201,16 @@ class DirectoryTransfer:
 
     def _marker(self) -> dict[str, Any] | None:
         try:
-            return read_object(self.root / MARKER)
+            found = read_object(self.root / MARKER)
+            if [*map(type, map(found.get, ("version", "buffer", "files")))] != [int, int, list]:
+                raise ValueError("it is no marker")
+            for file, digest in found["files"]:
+                if not isinstance(file, str) or not isinstance(digest, str):
+                    raise ValueError("it is no marker")
+            return found
         except FileNotFoundError:
             return None
-        except ValueError as error:
+        except (OSError, TypeError, ValueError) as error:
             raise SyncError(
                 f"reading {self.root / MARKER}: {error}. Something else writes there; push again."
             ) from error
@@ -229,13 +235,18 @@ class DirectoryTransfer:
         return str(path.relative_to(self.root)), hashlib.blake2b(blob).hexdigest()
 
     def _shards(self, marker: Mapping[str, Any]) -> Iterator[dict[str, torch.Tensor]]:
+        from safetensors import SafetensorError
         from safetensors.torch import load
 
         for file, digest in marker["files"]:
             try:
                 blob = (self.root / file).read_bytes()
-            except FileNotFoundError:
+            except (OSError, ValueError):  # gone, or another's: a directory, a name that is none
                 blob = b""
             if hashlib.blake2b(blob).hexdigest() != digest:
                 raise SyncError(f"reading version={marker['version']}: {file} is not what was written. Push again.")
-            yield load(blob)
+            try:
+                tensors = load(blob)
+            except SafetensorError as error:
+                raise SyncError(f"reading version={marker['version']}: {file}: {error}. Push again.") from error
+            yield tensors

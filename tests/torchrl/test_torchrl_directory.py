@@ -1,5 +1,6 @@
 """Two buffers, a version and a marker: a reader gets a version whole, once, or nothing."""
 
+import hashlib
 import json
 import multiprocessing
 import os
@@ -140,6 +141,31 @@ def test_damage_is_seen(tmp_path, damage):
         list(transfer.receive({"version": 1}, b""))
     with pytest.raises(SyncError, match="another one is marked"):
         list(transfer.receive({"version": 2}, b""))
+
+
+@pytest.mark.parametrize(
+    "marker",
+    ["", "[]", "{}", '{"version": "1", "buffer": 0, "files": []}', '{"version": 2, "buffer": 0, "files": [5]}',
+     '{"version": 2, "buffer": 0, "files": [["a", "b", "c"]]}', '{"version": 2, "buffer": "x", "files": []}'],
+)  # fmt: skip
+def test_a_marker_that_is_none_is_named(tmp_path, marker):
+    transfer = DirectoryTransfer(tmp_path)
+    (tmp_path / "ready.json").write_text(marker)
+    uses = (transfer.read, lambda: list(transfer.receive({"version": 2}, b"")), lambda: transfer.publish(1, parts(1)))
+    for use in uses:
+        with pytest.raises(SyncError, match="Something else writes there"):
+            use()
+
+
+def test_a_marked_file_that_holds_no_tensors_is_named(tmp_path):
+    """Whoever writes there can make its digest right, and name any file."""
+    (tmp_path / "blob").write_bytes(b"\xff" * 40)
+    digest = hashlib.blake2b(b"\xff" * 40).hexdigest()
+    for file in ("blob", ".", "a\0b"):
+        marker = {"version": 2, "buffer": 0, "files": [[file, digest]]}
+        (tmp_path / "ready.json").write_text(json.dumps(marker))
+        with pytest.raises(SyncError, match="Push again"):
+            DirectoryTransfer(tmp_path).read()
 
 
 def test_a_directory_that_cannot_be_written_keeps_its_version(tmp_path):

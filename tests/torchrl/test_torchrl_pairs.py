@@ -1,7 +1,11 @@
 """Sender and receiver in two processes, with every RPC layer and every transfer layer that a CPU allows."""
 
+import contextlib
 import os
 import pickle
+import socket
+import threading
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -9,7 +13,7 @@ import torch
 from sides import PROBE, Side, fake_engine, make_scheme, policy, trainer_logprobs
 
 from qlora_rl import AccessDeniedError, BaseMismatchError
-from qlora_rl.torchrl import AdapterSyncScheme, MultiprocessingRPC, RayRPC, TorchDistributedRPC
+from qlora_rl.torchrl import AdapterSyncScheme, BroadcastTransfer, MultiprocessingRPC, RayRPC, TorchDistributedRPC
 
 TRANSFERS = ["directory", "body", "broadcast"]
 PUSHES = 3
@@ -133,6 +137,75 @@ def test_a_connection_wants_the_key_and_leaves_nothing_behind(base32):
         channel.receive(5.0)
     channel.close()
     assert not os.path.exists(os.path.dirname(layer.address))
+
+
+STRANGERS = {
+    "a scanner's HTTP": b"GET / HTTP/1.1\r\nHost: here\r\n\r\n",
+    "a message of two gigabytes": (2**31 - 1).to_bytes(4, "big") + b"x",
+    "an empty message": bytes(4),
+    "a pickle": (lambda blob: len(blob).to_bytes(4, "big") + blob)(pickle.dumps(print)),
+    "nothing, and leaves": b"",
+}
+
+
+@pytest.mark.parametrize("address", [None, ("127.0.0.1", 0)], ids=["path", "port"])
+def test_what_strangers_send_to_a_receiver_ends_nothing(address):
+    """Each of them, at once with as many that are connected and silent."""
+    if address:
+        with socket.create_server(address) as free:
+            address = free.getsockname()
+    layer = MultiprocessingRPC(address)
+    channel = layer.listen()
+    silent = [dial(layer.address) for _ in range(3)]
+    try:
+        for said in STRANGERS.values():
+            with dial(layer.address) as stranger:
+                stranger.sendall(said)
+        sender = layer.connect(5.0)
+        sender.send(b"message", 5.0)
+        assert channel.receive(5.0) == b"message"
+        sender.close()
+        began = time.monotonic()
+        channel.close()
+        assert time.monotonic() - began < 5.0
+    finally:
+        for each in silent:
+            each.close()
+
+
+@pytest.mark.parametrize("said", [b"", b"\0\0\0\4what", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
+def test_a_sender_gives_up_what_is_no_receiver(said):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer():
+            with contextlib.suppress(OSError):
+                while True:
+                    kept.append(server.accept()[0])
+                    kept[-1].sendall(said)
+
+        kept = []
+        threading.Thread(target=answer, daemon=True).start()
+        layer, began = MultiprocessingRPC(server.getsockname(), b"key"), time.monotonic()
+        with pytest.raises((TimeoutError, AccessDeniedError), match="no receiver"):
+            layer.connect(1.0)
+        assert time.monotonic() - began < 5.0
+        for each in kept:
+            each.close()
+
+
+def test_the_rendezvous_of_a_broadcast_listens_on_its_address_alone():
+    transfer = BroadcastTransfer(timeout_s=5.0)
+    port = transfer.offer()["port"]
+    with pytest.raises(ConnectionRefusedError):
+        dial(("127.0.0.2", port))
+    dial(("127.0.0.1", port)).close()
+    transfer.close()
+
+
+def dial(address):
+    handle = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)
+    handle.connect(address)
+    return handle
 
 
 def test_the_measure_sees_an_adapter(base32):

@@ -21,7 +21,8 @@ from qlora_rl import (
     export_adapter,
 )
 from qlora_rl.torchrl import AdapterSyncScheme, BroadcastTransfer, DirectoryTransfer, get_model_metadata
-from qlora_rl.torchrl.messages import Message, pack_error, unpack_error
+from qlora_rl.torchrl.messages import Asking, Message, pack_error, unpack_error
+from qlora_rl.torchrl.rpc import InProcessRPC
 
 
 @pytest.fixture
@@ -291,6 +292,18 @@ def test_torchrl_drives_the_scheme_itself(model, engine):
         warnings.simplefilter("error")
         scheme.shutdown()
         receiving.shutdown()
+
+
+@pytest.mark.parametrize("content", [{}, {"error": 5}, {"error": {}}, {"error": {"type": ["x"], "text": ""}}])
+def test_garbage_in_an_answer_is_named(content):
+    rpc = InProcessRPC()
+    asking = Asking(rpc.connect, 5.0)
+    rpc.serve_in_turn(lambda: None)
+    asking.open()
+    answer = asking.begin("capabilities")
+    rpc.to_sender.put(Message(asking.session, 1, "", content).encode())
+    with pytest.raises(SyncError, match="Something else uses this channel"):
+        answer()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 one process."""
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -330,6 +332,34 @@ def test_two_processes_do_not_share_a_run_directory(tmp_path):
     assert "another process trains in" in done.stderr
     del run
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize("existing", ["continue", "resume", "overwrite"])
+def test_a_run_that_was_killed_is_not_held_by_a_process_that_it_has_forked(tmp_path, existing):
+    """A worker of a DataLoader sees only after seconds that its trainer is gone."""
+    code = """if True:
+        import os, sys, time
+        from qlora_rl.train.run import RunDirectory
+        run = RunDirectory(sys.argv[1])
+        run.append("metrics.jsonl", {"step": 1})
+        forked = os.fork()
+        if forked:
+            print(forked, flush=True)
+        time.sleep(60)"""
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    with subprocess.Popen([sys.executable, "-c", code, tmp_path / "run"], stdout=subprocess.PIPE, text=True) as trainer:
+        forked = int(trainer.stdout.readline())
+        try:
+            for path in (tmp_path / "run", tmp_path / "link"):
+                with pytest.raises(RunDirectoryError, match="another process trains in"):
+                    RunDirectory(path, existing)
+            trainer.kill()
+            trainer.wait()
+            os.kill(forked, 0)
+            RunDirectory(tmp_path / "link", existing)
+        finally:
+            trainer.kill()
+            os.kill(forked, signal.SIGKILL)
 
 
 def test_a_run_that_is_resumed_is_the_same_one_for_a_server(tmp_path):

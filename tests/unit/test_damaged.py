@@ -1,5 +1,6 @@
 """Files of ours that are damaged: one of this package's errors names the file, and nothing is unpickled."""
 
+import errno
 import json
 import os
 import shutil
@@ -13,12 +14,14 @@ from qlora_rl.adapter.factory import open_adapter
 from qlora_rl.adapter.store import write_adapter
 from qlora_rl.base.checkpoint import open_base
 from qlora_rl.config.check import check_field
-from qlora_rl.config.schema import Adapter
+from qlora_rl.config.data import load_data
+from qlora_rl.config.schema import Adapter, Data
 from qlora_rl.contracts import AdapterBundle
 from qlora_rl.documents import parse_object
 from qlora_rl.errors import (
     AdapterRejectedError,
     BaseIncompleteError,
+    ConfigConflictError,
     NotYetSupportedError,
     QloraRLError,
     RunDirectoryError,
@@ -110,6 +113,24 @@ def test_what_an_adapter_says_of_itself_may_be_damaged(tmp_path):
         (place / name).write_bytes(held)
 
 
+def test_a_tokenizer_that_cannot_be_read_or_written_is_named_with_the_reason(model_dir, tmp_path):
+    for name, content, says in (
+        ("tokenizer.json", b'{"model": 5}', "no tokenizer that can be read .*KeyError"),
+        ("tokenizer_config.json", b'{"model_max_length": "x"}', "no tokenizer that can be read .*TypeError"),
+        ("chat_template.jinja", b"\xff", "no tokenizer that can be read .*UnicodeDecodeError"),
+        ("tokenizer_config.json", None, r"cannot be written \(UnicodeEncodeError.*surrogates"),
+    ):
+        copy = shutil.copytree(model_dir, tmp_path / str(len(list(tmp_path.iterdir()))))
+        if content is None:
+            (copy / "chat_template.jinja").unlink()
+            held = json.loads((copy / name).read_text())
+            content = json.dumps({**held, "chat_template": "\ud800{{ messages }}"}).encode()
+        (copy / name).write_bytes(content)
+        with pytest.raises(ConfigConflictError, match=says):
+            prepare_base(copy, "none", out=tmp_path / "made")
+        assert not (tmp_path / "made").exists()
+
+
 def test_a_tokenizer_that_is_damaged_is_no_gguf_file(base, tmp_path):
     pytest.importorskip("gguf")
     copy = shutil.copytree(base.path, tmp_path / "base")
@@ -118,6 +139,7 @@ def test_a_tokenizer_that_is_damaged_is_no_gguf_file(base, tmp_path):
         b'{"model": null}',
         b'{"model": {"type": "BPE", "merges": [1]}, "pre_tokenizer": 5}',
         b'{"model": []}',
+        b'{"model": {"type": "BPE", "merges": ["a b"], "vocab": {}}, "decoder": {"type": "Replace"}}',
     ):
         (copy / "tokenizer.json").write_bytes(content)
         with pytest.raises(NotYetSupportedError, match="tokenizer"):
@@ -218,3 +240,45 @@ def test_the_damage_of_a_run_reaches_nothing_outside_it(run):
     assert checkpoints.damage(place) == [f"{Path('../../outside')} is not what was written"]
     RunDirectory(run.path, "overwrite").begin()
     assert outside.read_text() == "x"
+
+
+def test_a_base_can_be_read_by_other_users_and_what_cannot_is_named(base, model_dir, tmp_path, monkeypatch):
+    made = prepare_base(model_dir, "none", out=tmp_path / "made")
+    for file in made.path.rglob("*"):
+        assert file.stat().st_mode & 0o044 == 0o044, file
+
+    def denied(file):
+        raise PermissionError(13, "Permission denied", str(file))
+
+    monkeypatch.setattr("qlora_rl.base.source_digest.digest_file", denied)
+    for use in (lambda: open_base(base.path), lambda: prepare_base(model_dir, "fp4", out=tmp_path / "other")):
+        with pytest.raises(BaseIncompleteError, match=r"Permission denied.*chmod"):
+            use()
+
+
+def test_a_user_without_a_home_is_told_what_to_set(model_dir, monkeypatch):
+    from qlora_rl.doctor.machine import check_machine
+    from qlora_rl.engine.linears.cpu_kernel import _built
+
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("QLORA_RL_CACHE", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    with pytest.raises(ConfigConflictError, match=r"no home directory.*QLORA_RL_CACHE"):
+        prepare_base(model_dir)
+    assert "no home directory" in _built.__wrapped__("avx512")  # torch multiplies
+    assert any("no home directory" in each.advice for each in check_machine())
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS])
+def test_a_cache_of_datasets_that_cannot_be_written_is_not_the_datas_fault(tmp_path, monkeypatch, code):
+    import datasets
+
+    def denied(*_, **__):
+        raise OSError(code, os.strerror(code), "/nonexistent")
+
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n')
+    monkeypatch.setattr(datasets, "load_dataset", denied)
+    with pytest.raises(ConfigConflictError, match=r"/nonexistent.*Set HF_HOME"):
+        load_data(Data(train=str(tmp_path / "a.jsonl")))

@@ -508,6 +508,29 @@ def test_a_tokenizer_that_begins_with_bos_is_written_as_one(written):
     assert check_vocabulary(file, tokenizer, ASKED) > 200
 
 
+def _with_marks_beyond(model):
+    """Marks without use, for which the embedding has no row: the base is prepared all the same, with a warning."""
+    file = model / "tokenizer.json"
+    content = json.loads(file.read_text())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
+    for number in range(len(content["model"]["vocab"]), 400):
+        content["added_tokens"].append({"id": number, "content": f"<{number}\nFROM elsewhere>", **flags})
+    file.write_text(json.dumps(content))
+
+
+def test_a_file_has_as_many_tokens_as_the_embedding_has_rows(written):
+    """llama.cpp loads no other."""
+    import gguf
+
+    from qlora_rl.export.vocabulary import check_vocabulary
+
+    file, tokenizer = written("llama", _with_marks_beyond)
+    reader = gguf.GGUFReader(file)
+    (embedding,) = (each for each in reader.tensors if each.name == "token_embd.weight")
+    assert len(reader.fields["tokenizer.ggml.tokens"].contents()) == embedding.shape[1] < len(tokenizer)
+    assert check_vocabulary(file, tokenizer, ASKED) > 200
+
+
 FIELDS = {
     "tokens": ("add_token_list", lambda tokens: [*tokens[:40], tokens[41], tokens[40], *tokens[42:]]),
     "merges": ("add_token_merges", lambda merges: merges[::-1]),
@@ -717,6 +740,17 @@ def test_a_finished_export_is_pushed_and_one_that_cannot_be_stays(run, tmp_path,
     with pytest.raises(ExportError, match=r"pushing to me/policy: no network. The export is complete in .*hf upload"):
         export(run, "adapter", out=tmp_path / "b", push="me/policy")
     assert (tmp_path / "b" / "README.md").is_file()
+
+
+def test_a_modelfile_says_of_no_template_that_it_is_in_the_file_which_is_not(tmp_path):
+    """transformers takes several templates by name; of those none is written."""
+    from types import SimpleNamespace
+
+    from qlora_rl.export.gguf import write_modelfile
+
+    for template, says in (("{{ messages }}", True), ({"default": "{{ messages }}"}, False), (None, False)):
+        write_modelfile(tmp_path, SimpleNamespace(chat_template=template), model="./a.gguf")
+        assert ("is in the GGUF file" in (tmp_path / "Modelfile").read_text()) is says
 
 
 def test_ollama_gets_a_template_that_is_known_and_no_other():

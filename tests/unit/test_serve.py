@@ -159,6 +159,35 @@ def test_a_trainer_with_a_long_request_open_is_not_silent():
     lease.claim("second")
 
 
+def test_a_trainer_whose_machine_is_gone_in_the_middle_of_a_body_is_silent(tmp_path):
+    """No end of the connection comes, nor any more bytes; with bytes that come slowly it is heard."""
+    pytest.importorskip("vllm")
+    lease, app = TrainerLock(0.3), FastAPI()
+    app.include_router(Api(policy_in(tmp_path), {}, 10**7, lease).router())
+    scope = {
+        "type": "http", "method": "PUT", "path": f"{PREFIX}/weights", "query_string": b"push=x&part=0&offset=0",
+        "headers": [(b"x-qlora-session", b"first")],
+    }  # fmt: skip
+
+    async def run():
+        lease.claim("first")
+        pieces = asyncio.Queue()
+        task = asyncio.ensure_future(app(scope, pieces.get, lambda message: asyncio.sleep(0)))
+        for _ in range(5):
+            pieces.put_nowait({"type": "http.request", "body": b"x", "more_body": True})
+            await asyncio.sleep(0.1)
+            with pytest.raises(ServerTakenError):
+                lease.claim("second")
+        await asyncio.sleep(0.4)
+        lease.claim("second")
+        pieces.put_nowait({"type": "http.request", "body": b"x"})  # it was asleep: the server is another's now
+        await task
+        with pytest.raises(ServerTakenError):
+            lease.claim("first")
+
+    asyncio.run(run())
+
+
 def descriptors():
     return len(os.listdir("/proc/self/fd"))
 

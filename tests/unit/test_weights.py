@@ -5,6 +5,7 @@ import asyncio
 import hashlib
 from types import SimpleNamespace
 
+import httpx
 import pytest
 import torch
 
@@ -147,6 +148,62 @@ def test_a_request_that_waited_for_a_push_is_not_answered_by_another_version_tha
         with pytest.raises(error, match=said):
             await late
         await commit
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("place", ["in a part", "before its commit", "in its commit"])
+def test_of_two_trainers_one_that_is_lost_in_a_push_leaves_a_whole_version_and_the_other_goes_on(tmp_path, place):
+    """It may be killed, or wake up later and go on where it was."""
+    pytest.importorskip("vllm")
+    from fastapi import FastAPI
+
+    from qlora_rl.engine.server.routes import PREFIX, Api
+    from qlora_rl.engine.server.trainer_lock import TrainerLock
+
+    weights, lease, app = made(tmp_path), TrainerLock(0.3), FastAPI()
+    policy = ServedPolicy(weights.engine, {}, SimpleNamespace(root=tmp_path), {}, 0, 64, Visits(), weights)
+    app.include_router(Api(policy, {}, 10**7, lease).router())
+    blob = b"".join(encode_part([("a", WEIGHT)]))
+
+    async def run():
+        async def ask(session, method, path, body=b"", code=200):
+            headers = {"x-qlora-session": session}
+            answer = await client.request(method, f"{PREFIX}/weights{path}", content=body, headers=headers)
+            assert answer.status_code == code, answer.text
+            return answer.json()
+
+        async def send(session, version):
+            push = (await ask(session, "POST", f"?version={version}"))["push"]
+            await ask(session, "PUT", f"?push={push}&part=0&offset=0", blob)
+            return push
+
+        take = f"&part=0&digest={hashlib.sha256(blob).hexdigest()}"
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+            first, serves = await send("first", 1), 0
+            if place != "in a part":
+                await ask("first", "POST", f"/part?push={first}{take}")
+            if place == "in its commit":
+                weights.engine.may_end.clear()
+                lost = asyncio.ensure_future(ask("first", "POST", f"/commit?push={first}"))
+                await weights.engine.began.wait()
+                await asyncio.sleep(0.4)
+                await ask("second", "POST", "?version=1", code=409)  # what it asked for is being done
+                weights.engine.may_end.set()
+                await lost
+                serves = 1
+            await ask("second", "POST", "?version=1", code=409)
+            assert (weights.version, weights.lost) == (serves, "")
+            await asyncio.sleep(0.4)
+            second = await send("second", 1)
+            for path in (f"/part?push={first}{take}", f"/commit?push={first}"):
+                await ask("first", "POST", path, code=409)
+            await ask("second", "POST", f"/part?push={second}{take}")
+            await ask("second", "POST", f"/commit?push={second}")
+            assert (weights.version, weights.lost, policy.digest) == (1, "", second)
+            assert not list(tmp_path.glob(STAGES))
+            with pytest.raises(ServerTakenError):  # the same number, and not its weights
+                await policy.score([], False, (1, first, False))
 
     asyncio.run(run())
 

@@ -23,6 +23,7 @@ import torch
 
 from qlora_rl.base.checkpoint import cache_root
 from qlora_rl.cpu_features import processor
+from qlora_rl.errors import ConfigConflictError
 
 SOURCE = Path(__file__).with_name("codes.cpp")
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-mavx2", "-mfma")
@@ -247,9 +248,9 @@ def _built(instructions: str) -> CodesKernel | str:
         return "there is no C++ compiler; install g++, or set CXX"
     command = [compiler, *FLAGS, *(AVX512_FLAGS if instructions == "avx512_bf16" else ())]
     digest = hashlib.sha256("\n".join([*command, SOURCE.read_text()]).encode()).hexdigest()[:16]
-    folder = cache_root() / "kernels"
-    path = folder / f"codes-{digest}.so"
     try:
+        folder = cache_root() / "kernels"
+        path = folder / f"codes-{digest}.so"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o022:
             return f"others may write into {folder}, from where it would be loaded; chmod 700 it"
@@ -261,7 +262,7 @@ def _built(instructions: str) -> CodesKernel | str:
     except subprocess.CalledProcessError as failed:
         said = failed.stderr.decode(errors="replace").strip().splitlines()
         return f"{compiler} could not build it: {said[0] if said else f'exit status {failed.returncode}'}"
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except (OSError, subprocess.TimeoutExpired, ConfigConflictError) as error:  # the last: there is no cache
         return f"{compiler} could not build it: {error}"
 
 

@@ -183,6 +183,21 @@ class Api:
             return unpack(asked[name], None, most)
         return await asyncio.to_thread(unpack, asked[name], asked["images"], most)
 
+    def _heard(self, request: Request, session: str) -> Request:
+        """The request, whose trainer is silent while its body does not come: its machine may be gone."""
+        is_whole = False
+
+        async def receive() -> Any:
+            nonlocal is_whole
+            if is_whole:
+                return await request.receive()
+            with self.lease.awaiting(session):
+                message = await request.receive()
+            is_whole = not message.get("more_body")
+            return message
+
+        return Request(request.scope, receive)
+
     def _answering(self, handler: Handler) -> Callable[..., Any]:
         async def answer(request: Request) -> Response:
             marks = {START: self.start, "x-qlora-version": str(self.policy.version)}
@@ -191,8 +206,8 @@ class Api:
                 text = "asking the server: it was restarted since. Verify its base and push the adapter again."
                 return _error(RESTARTED, "EngineBrokenError", text, (), marks)
             try:
-                with self.lease.hearing(request.headers.get(SESSION, "")):
-                    found = await handler(request)
+                with self.lease.hearing(session := request.headers.get(SESSION, "")):
+                    found = await handler(self._heard(request, session))
             except QloraRLError as error:
                 kind = type(error).__name__
                 return _error(STATUS.get(kind, 500), kind, str(error), error.reasons, marks)

@@ -36,6 +36,17 @@ class TrainerLock:
             if session == self._holder:
                 self._heard = time.monotonic()
 
+    @contextlib.contextmanager
+    def awaiting(self, session: str) -> Iterator[None]:
+        """Within `hearing`, while bytes of the request are waited for: if they do not come, its trainer is silent."""
+        self._open[session] -= 1
+        try:
+            yield
+        finally:
+            self._open[session] += 1
+        if session == self._holder:
+            self._heard = time.monotonic()
+
     def claim(self, session: str, *, force: bool = False) -> None:
         """Become the holder.
 

@@ -385,10 +385,14 @@ class _Hold:
     """A locked directory; free again when this object goes, or the process, however it ends."""
 
     held: WeakValueDictionary[Path, _Hold] = WeakValueDictionary()  # one for all RunDirectory of this process
+    watches_forks = False
 
     def __init__(self, path: Path):
         self._handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        weakref.finalize(self, os.close, self._handle)
+        self._close = weakref.finalize(self, os.close, self._handle)
+        if not _Hold.watches_forks:
+            os.register_at_fork(after_in_child=_Hold.leave)
+            _Hold.watches_forks = True
         try:
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -398,6 +402,13 @@ class _Hold:
             ) from error
         except OSError as error:  # a file system without locks
             logger.debug("%s cannot be locked: %s", path, error)
+
+    @classmethod
+    def leave(cls) -> None:
+        """A forked process may outlive a trainer that is killed, and does not hold its directory."""
+        for hold in list(cls.held.values()):
+            hold._close()
+        cls.held.clear()
 
     @classmethod
     def of(cls, path: Path) -> _Hold:
