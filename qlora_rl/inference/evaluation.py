@@ -21,6 +21,7 @@ from typing import Any, cast
 from qlora_rl.base.model_classes import load_processor
 from qlora_rl.base.unsupported_configs import engine_positions
 from qlora_rl.contracts import SamplingSpec
+from qlora_rl.cpu_features import warn_of_crowd
 from qlora_rl.engine.images import Prompt, token_ids
 from qlora_rl.errors import ConfigConflictError, RunDirectoryError
 from qlora_rl.image_io import as_thumbnails
@@ -138,6 +139,8 @@ def evaluate(
             asked for, which would be equal.
         RewardFunctionError: a reward function raised, or returned nonsense.
     """
+    import torch
+
     from qlora_rl.train.metrics.rewards import guard
 
     sampling = replace(
@@ -161,6 +164,8 @@ def evaluate(
         )
     guarded = {name: guard(reward, name) for name, reward in rewards.items()}
     asked = [dict(row) for row in rows for _ in range(samples)]
+    if not torch.cuda.is_available():
+        warn_of_crowd()
     with both_sides(trained, rows, sampling, engine_options or {}) as (tokenizer, ids, sides):
         sampled = []
         for whose, serve in zip(("base", "policy"), sides, strict=True):
