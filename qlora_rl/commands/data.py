@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from qlora_rl.commands.codes import ranged
 from qlora_rl.config.data import IMAGES
 from qlora_rl.errors import ConfigConflictError
+from qlora_rl.stages import begin, count
 
 _SHOWN = 300  # characters of another column
 _LOOKED_AT = 1000  # rows with images
@@ -35,22 +36,26 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Load the tokenizer and the data, nothing else."""
     from qlora_rl.demo.job import quieten
+    from qlora_rl.engine.loading import loading
 
-    quieten()
-    import datasets
+    with loading():  # and TRL's config classes
+        quieten()
+        import datasets
 
-    datasets.disable_progress_bars()
-    from qlora_rl.config.data import TEMPLATE_COLUMN, load_data
-    from qlora_rl.config.launch import check_talks, load_tokenizer, trl_config
-    from qlora_rl.config.read import read_config
-    from qlora_rl.config.schema import METHODS
+        datasets.disable_progress_bars()
+        from qlora_rl.config.data import TEMPLATE_COLUMN, load_data
+        from qlora_rl.config.launch import check_talks, load_tokenizer, trl_config
+        from qlora_rl.config.read import read_config
+        from qlora_rl.config.schema import METHODS
 
-    config = read_config(arguments.file, arguments.overrides)
-    args = trl_config(config)
+        config = read_config(arguments.file, arguments.overrides)
+        args = trl_config(config)
+    begin("reading the data")
     tokenizer = load_tokenizer(config)
     loaded = load_data(config.data, has_template_field=hasattr(args, TEMPLATE_COLUMN))
     if config.data.format == "chat":
         check_talks(config, tokenizer, *loaded)
+    begin("")
     given, samples = _template_arguments(config, tokenizer), METHODS[config.method].samples
     for name, dataset in zip(("train", "eval"), loaded, strict=True):
         if dataset is None:
@@ -60,8 +65,11 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"\nrow {number}")
             for line in _shown(tokenizer, row, given(row), samples):
                 print(line)
-        print()
-        print(_lengths(dataset, tokenizer, given, samples, _limit(args)))
+        print(flush=True)
+        begin(f"counting the tokens of {len(dataset)} rows")
+        said = _lengths(dataset, tokenizer, given, samples, _limit(args))
+        begin("")
+        print(said)
     if config.environment.use:
         print("an environment may add to a prompt when it begins a completion; that is not shown here")
     return 0
@@ -205,13 +213,12 @@ def _lengths(
     whole, has_images = len(dataset), IMAGES in dataset.column_names
     if has_images:  # each of which is decoded
         dataset = dataset.select(range(min(_LOOKED_AT, whole)))
-    counts = sorted(
-        max(
-            len(_ids(tokenizer, name, value, given(row), row.get(IMAGES)))
-            for name, value in _sequences(row, samples).items()
-        )
-        for row in dataset
-    )
+    counts = []
+    for number, row in enumerate(dataset):
+        count("row", number, len(dataset))
+        sequences = _sequences(row, samples).items()
+        counts.append(max(len(_ids(tokenizer, name, value, given(row), row.get(IMAGES))) for name, value in sequences))
+    counts.sort()
     said = f"tokens of a row: {counts[0]} to {counts[-1]}, median {statistics.median(counts):.0f}"
     said += f" (of the first {len(counts)})" if len(counts) < whole else ""
     if limit is None:

@@ -112,7 +112,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(found | {"load": done.load}, indent=1))
         return 0
     told = "not checked" if done.distance is None else f"{done.distance} (prompts: {done.prompts})"
-    print(f"{done.path}: {told}")
+    print(f"{done.path}: written; {told}")
+    if done.accepted is not None:
+        print(f"  as close as 16-bit rounding allows; a mean KL up to {done.accepted:.1e} per token was accepted")
     for name, each in done.elsewhere.items():
         print(f"  {name}: {each}")
     for name, line in done.load.items():

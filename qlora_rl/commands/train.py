@@ -6,7 +6,10 @@ import argparse
 import contextlib
 import os
 import shlex
+import signal
 import sys
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +18,7 @@ from qlora_rl.commands.codes import INTERRUPTED, UsageError
 
 if TYPE_CHECKING:
     from qlora_rl.config.schema import RunConfig
+    from qlora_rl.train.run import RunLog
 
 # Those of `config.schema.METHODS`, which parsing does not import; a test compares them.
 METHODS = ("sft", "dpo", "grpo", "rloo", "online_dpo", "async_grpo")
@@ -99,30 +103,70 @@ def _checked_or_trained(arguments: argparse.Namespace, config: RunConfig) -> int
         return 0
 
     try:
-        with RunLog() as log:
-            with loading():  # the trainer, and TRL and vLLM with it
+        with RunLog() as log, _ended_by_hangup(log):
+            with loading(stage="loading the trainer"):  # and TRL and vLLM with it
                 find_trainer(config.method)
             log.take_over()
             if not torch.cuda.is_available() and int(os.environ.get("RANK", "0")) == 0:
                 print(f"     {processor()}", flush=True)
             out = launch(config, log.write_to, arguments.file)
     except KeyboardInterrupt:
-        whole = any(Path(config.run.dir).glob("checkpoint-*"))
-        further = (
-            f"the same command with {_resuming(config.run.dir)} goes on from its last checkpoint"
-            if whole
-            else "it has no checkpoint yet ([train] save_steps)"
-        )
-        print(f"\nqlora-rl: interrupted; the run so far is in {config.run.dir}; {further}", file=sys.stderr)
+        print(f"\nqlora-rl: interrupted; {_what_now(arguments, config)}", file=sys.stderr)
         return INTERRUPTED
     if int(os.environ.get("RANK", "0")) == 0:  # the others of `accelerate launch` say nothing
         named = shlex.quote(str(out))
         print(
             f"\n  run directory: {out}\n  to look at it: qlora-rl report {named}\n"
             f"  talk to it:    qlora-rl chat {named}"
+            f"\n  compare it:    qlora-rl eval {named}\n  export it:     qlora-rl export {named}"
             f"\n  serve it:      qlora-rl serve {named}"
         )
     return 0
+
+
+def _what_now(arguments: argparse.Namespace, config: RunConfig) -> str:
+    """Where an interrupted run is, and what can be done with it."""
+    out = Path(config.run.dir)
+    kept = [each for each in arguments.overrides if not each.startswith(("run.dir=", "run.existing="))]
+    options = [word for each in kept for word in ("--set", each)]
+    again = shlex.join(["qlora-rl", "train", str(arguments.file), *options])
+    said = f"the run so far is in {out}. "
+    if any(out.glob("checkpoint-*")):
+        return f"{said}It goes on from its last checkpoint with: {again} {_resuming(config.run.dir)}"
+    if (out / "adapter").is_dir():
+        said += f"What it has learned so far can be used: qlora-rl chat {shlex.quote(str(out))}. "
+    each = "--set train.save_steps=1"
+    if config.train.get("save_strategy", "steps") != "steps":
+        each += " --set train.save_strategy=steps"
+    return (
+        f"{said}It has no checkpoint to go on from: the same command begins again, in another directory. A checkpoint "
+        f"is written every [train] save_steps steps; for one after each step: {again} {each}"
+    )
+
+
+@contextlib.contextmanager
+def _ended_by_hangup(log: RunLog) -> Iterator[None]:
+    """A terminal that is closed (SIGHUP) ends the run as Ctrl-C does, and log.txt says so; with nohup it goes on."""
+
+    def end(*_: Any) -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a shell sends one, too
+        for stream in (1, 2):
+            if os.isatty(stream):  # whatever is written there fails from here on
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+        log.note("the terminal was closed (SIGHUP): the run ends here, as with Ctrl-C")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL
+    ):
+        yield
+        return
+    signal.signal(signal.SIGHUP, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def _said_of_directory(file: Path, chosen: str) -> str:

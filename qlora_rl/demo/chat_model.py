@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from qlora_rl.cpu_matmul import Float32Products
 from qlora_rl.demo.tiny_model import Progress, autocast, make_optimizers, numerics, put_directory
+from qlora_rl.stages import begin, count, ended, shown
 
 if TYPE_CHECKING:
     import torch
@@ -76,16 +77,19 @@ def make_chat_model(
     }  # fmt: skip
 
     def fill(target: Path) -> None:
+        begin("making the tokenizer")
         tokenizer = _make_tokenizer(conversations, schemas)
         rows = [_encode(tokenizer, each, schemas) for each in conversations]
         with torch.random.fork_rng(devices=[]), Float32Products(torch.bfloat16):
             torch.manual_seed(seed)
             model = _build_model(tokenizer, hidden_size, layers, max(len(ids) for ids, _ in rows))
+            begin("training the model")
             _train(model, rows, steps, batch_size, seed, progress)
         model.to(torch.bfloat16).save_pretrained(target)
         tokenizer.save_pretrained(target)
 
-    return make_once("chat", recipe, out_dir, fill)
+    with ended():
+        return make_once("chat", recipe, out_dir, fill)
 
 
 def make_once(
@@ -252,6 +256,7 @@ def _train(
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+        count("step", step + 1, steps)
         if progress is not None:
             progress(step + 1, steps, loss.item())
 
@@ -303,7 +308,12 @@ def main() -> None:
     parser.add_argument("out_dir", help="directory to write")
     parser.add_argument("rows", help=".jsonl file with `messages`, or with `question` and `answer`")
     parser.add_argument("--steps", type=int, default=60, help="(default: %(default)s)")
-    arguments = parser.parse_args()
+    with shown():
+        _make(parser, parser.parse_args())
+
+
+def _make(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    begin("loading the libraries")
     from qlora_rl.demo.job import quieten
 
     quieten()
@@ -311,6 +321,7 @@ def main() -> None:
 
     def report(step: int, steps: int, loss: float) -> None:
         if step % 25 == 0 or step == steps:
+            begin("")
             print(f"step {step} of {steps}, loss {loss:.3f}, {time.monotonic() - started:.0f} s", flush=True)
 
     try:

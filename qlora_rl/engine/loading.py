@@ -23,7 +23,7 @@ _is_command = _ends_at_once = False
 
 
 @contextlib.contextmanager
-def loading(*modules: str, runs_files: bool = True) -> Iterator[None]:
+def loading(*modules: str, runs_files: bool = True, stage: str = "loading the libraries") -> Iterator[None]:
     """Import within it, without pauses for garbage collection; `modules` are imported at its end.
 
     What is imported stays for good: torch, transformers, TRL and vLLM make a million objects, which are walked through
@@ -40,12 +40,13 @@ def loading(*modules: str, runs_files: bool = True) -> Iterator[None]:
         runs_files: the process may run a file of the user's (rewards, tools, a model's own code). Without one, a
             command's libraries find no SciPy and no scikit-learn, which they need for nothing here and which are a
             tenth of a start.
+        stage: what is said of it.
     """
     was_on, ask = gc.isenabled(), importlib.metadata.packages_distributions
     # transformers remembers what there is
     hides = _is_command and not runs_files and "transformers" not in sys.modules
     if _is_command:
-        begin("loading the libraries")
+        begin(stage)
     gc.disable()
     importlib.metadata.packages_distributions = functools.cache(ask)
     try:

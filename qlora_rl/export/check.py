@@ -16,6 +16,7 @@ import torch
 from transformers import GenerationConfig
 
 from qlora_rl.config.schema import Data
+from qlora_rl.cpu_features import warn_of_crowd
 from qlora_rl.engine.images import token_ids
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.image_io import without_images
@@ -23,6 +24,7 @@ from qlora_rl.inference.evaluation import read_rows
 from qlora_rl.inference.prompts import encode
 from qlora_rl.inference.rows import as_trained
 from qlora_rl.inference.sampling import end_tokens, precision
+from qlora_rl.stages import begin, count
 from qlora_rl.sync.forward import NotComparedError, bare_model, completion_logits, in_float32
 from qlora_rl.train.run import ROLLOUTS
 
@@ -82,12 +84,15 @@ class Witness:
         autocast: str | None = None,
         seed: int = 0,
     ):
+        if next(policy.parameters()).device.type == "cpu":
+            warn_of_crowd()
         self._cases = _sampled(policy, prompts, tokens, autocast, seed)
         with precision(policy, autocast):
             self._logprobs_NV = list(_logprobs(policy, self._cases))
         self.rounding = 0.0
         if policy.dtype == torch.float32 and autocast is None:
             return
+        begin("scoring it in float32")
         try:
             with in_float32(policy, self.longest):
                 self.rounding = self._distance_of(_logprobs(policy, self._cases)).kl_mean
@@ -222,5 +227,6 @@ def _sampled(
 def _logprobs(model: Any, cases: Sequence[tuple[list[int], int]]) -> Iterator[torch.Tensor]:
     """[N, V] natural logs, float64, for each of some ids: of every token from its place on."""
     prompts, completions = [ids[:start] for ids, start in cases], [ids[start:] for ids, start in cases]
-    for logits_NV in completion_logits(model, prompts, completions):
+    for number, logits_NV in enumerate(completion_logits(model, prompts, completions), start=1):
+        count("prompt", number, len(cases))
         yield logits_NV.double().log_softmax(-1).cpu()

@@ -58,6 +58,8 @@ class Export:
         load: one line each that load it, by name of the library.
         elsewhere: distances of what llama.cpp computes, by what it was loaded on; empty where it is not installed, and
             of other kinds.
+        accepted: largest mean KL that was accepted, where the policy's own 16-bit rounding has raised it; otherwise
+            `None`.
     """
 
     path: Path
@@ -66,6 +68,7 @@ class Export:
     prompts: str
     load: dict[str, str]
     elsewhere: dict[str, Distance] = field(default_factory=dict)
+    accepted: float | None = None
 
 
 @ended()
@@ -208,12 +211,12 @@ def export_run(
             texts = verify_gguf(file, tokenizer, [tokenizer.decode(each) for each in ids])
             note(f"a tokenizer made of the file's own fields gives {texts} texts the ids that the base's gives them")
         _forget()
-        compared: tuple[Distance | None, dict[str, Distance], str | None] = None, {}, None
+        compared: tuple[Distance | None, dict[str, Distance], str | None, float | None] = None, {}, None, None
         if check:
             compared = _compared(
                 trained, tokenizer, witness, ids, staging, to, dtype, on=on, max_kl=max_kl, say=say, note=note
             )
-        distance, elsewhere, far = compared
+        distance, elsewhere, far, accepted = compared
         load = _lines(trained, staging, to, name=target.name, base=trained.base.path.name)
         source = None if original is None else str(original)
         write_card(Card(trained, to, dtype, form, distance, where, load, source, elsewhere, far), staging)
@@ -229,7 +232,7 @@ def export_run(
     if push is not None:
         _push(target, push)
         note(f"pushed to {push}")
-    return Export(target, to, distance, where, here, elsewhere)
+    return Export(target, to, distance, where, here, elsewhere, accepted)
 
 
 def _compared(
@@ -245,9 +248,9 @@ def _compared(
     max_kl: float | None,
     say: Callable[[str], None],
     note: Callable[[str], None],
-) -> tuple[Distance, dict[str, Distance], str | None]:
-    """The distance of what was written, those in llama.cpp, and a warning where an adapter on another base is another
-    function.
+) -> tuple[Distance, dict[str, Distance], str | None, float | None]:
+    """The distance of what was written, those in llama.cpp, a warning where an adapter on another base is another
+    function, and the mean KL up to which it was accepted where that is more than usual.
 
     Raises:
         ExportError: it is not the policy.
@@ -271,8 +274,9 @@ def _compared(
             f"exporting {trained.path} as {to}: {worst}, above the limit of {limit:.2g} (16-bit rounding of this "
             f"policy: {witness.rounding:.2g}). Nothing was written. Another limit: --max-kl{plain}."
         )
+    accepted = None
     if max_kl is None and limit > _limit(to, dtype, 0.0):
-        note(f"the limit was {limit:.2g}: the policy's own KL to its float32 forward pass is {witness.rounding:.2g}")
+        accepted = limit
     far = (
         None
         if on is None or elsewhere[on_base(on)].kl_mean <= limit
@@ -283,7 +287,7 @@ def _compared(
             remark(far, warns=True)
         else:
             note(f"WARNING: {far}")
-    return distance, elsewhere, far
+    return distance, elsewhere, far, accepted
 
 
 def _check(to: str, form: str, dtype: str | None, original: Any) -> None:

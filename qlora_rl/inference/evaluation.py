@@ -23,6 +23,7 @@ from qlora_rl.base.unsupported_configs import engine_positions
 from qlora_rl.config.data import read_file
 from qlora_rl.config.paths import DATA_FILES
 from qlora_rl.contracts import SamplingSpec
+from qlora_rl.cpu_features import warn_of_crowd
 from qlora_rl.engine.images import Prompt, token_ids
 from qlora_rl.errors import ConfigConflictError, RunDirectoryError
 from qlora_rl.image_io import as_thumbnails
@@ -140,6 +141,8 @@ def evaluate(
             asked for, which would be equal.
         RewardFunctionError: a reward function raised, or returned nonsense.
     """
+    import torch
+
     from qlora_rl.train.metrics.rewards import check_signature, guard
 
     sampling = replace(
@@ -165,6 +168,8 @@ def evaluate(
         check_signature(reward, [column for row in rows for column in row], name)
     guarded = {name: guard(reward, name) for name, reward in rewards.items()}
     asked = [dict(row) for row in rows for _ in range(samples)]
+    if not torch.cuda.is_available():
+        warn_of_crowd()
     with both_sides(trained, rows, sampling, engine_options or {}) as (tokenizer, ids, sides):
         sampled = []
         for whose, serve in zip(("base", "policy"), sides, strict=True):

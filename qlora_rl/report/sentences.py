@@ -15,6 +15,7 @@ MISMATCH_BAR = 0.015  # prime-rl's merge bar: a new model must stay below this m
 
 # Of answers that are cut off, and of prompts whose answers have one reward, what is worth a look.
 SHARE_CUT, SHARE_EQUAL = 0.3, 0.8
+_NEAR = 0.9  # of the way from the smallest to the largest reward
 _NO_FAULT = ("", "noise", "dropout")  # causes of a distance that is none
 
 Facts = dict[str, float | None]
@@ -81,9 +82,13 @@ def concerns(run: Run) -> list[str]:
         )
     if (equal := _at_the_end(run, "frac_reward_zero_std")) >= SHARE_EQUAL:
         said.append(
-            f"{share(equal)} of the prompts at the end teach nothing: all answers to one have the same reward. Use "
-            "easier or harder "
-            "prompts, more num_generations, or a reward that tells answers apart."
+            f"{share(equal)} of the prompts at the end teach nothing: all answers to one have the same reward. "
+            + (
+                "It is the best reward that this run has seen: the model has learned these prompts, and more steps on "
+                "them bring nothing. Try it on others, or train on harder ones."
+                if _is_at_its_best(run)
+                else "Use easier or harder prompts, more num_generations, or a reward that tells answers apart."
+            )
         )
     alarms = [(step, cause) for step, cause in zip(run.steps, _causes(run), strict=True) if cause not in _NO_FAULT]
     if alarms:
@@ -97,6 +102,24 @@ def concerns(run: Run) -> list[str]:
             f"{causes}; log.txt has the sentence, docs/fidelity.md what to do."
         )
     return said
+
+
+def _is_at_its_best(run: Run) -> bool:
+    """The mean reward of the last steps is near the largest reward: of a step, and of a completion that was kept."""
+    means = run.values("reward")
+    kept = [
+        float(value)
+        for when in (run.rollouts.get("first"), run.rollouts.get("last"), *(run.rollouts.get("steps") or []))
+        if isinstance(when, dict)
+        for each in when.get("rollouts", [])
+        if len(each.get("rewards", {})) == 1  # of several it is their weighted sum, and the weights are not known
+        for value in each["rewards"].values()
+        if value is not None
+    ]
+    if not means:
+        return False
+    low, top = min(means + kept), max(means + kept)
+    return top > low and _at_the_end(run, "reward") - low >= _NEAR * (top - low)
 
 
 def _at_the_end(run: Run, column: str) -> float:

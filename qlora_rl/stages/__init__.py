@@ -3,13 +3,16 @@ life while it lasts.
 
 On a terminal a stage has a line that counts its seconds; elsewhere it is a plain line, and another one now and then.
 
-In Python a stage is a record of the logger `qlora_rl.stages`, at level INFO, and nothing is shown.
+In Python a stage is a record of the logger `qlora_rl.stages`, at level INFO. What a trainer does is shown there too,
+in plain lines (`shown_to_scripts`); a level of that logger (`logging.getLogger("qlora_rl.stages").setLevel(...)`)
+leaves that to whoever has set it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import shutil
 import sys
 import threading
@@ -22,11 +25,34 @@ logger = logging.getLogger(__name__)
 # Seconds between two signs of life: on a line that can be written again, and in a file or a pipe.
 LIVE_S, PLAIN_S = 1.0, 10.0
 _REMARK = logging.INFO + 1
+_counts: list[str] = []  # at most one
 
 
 def begin(stage: str) -> None:
     """The stage before has ended; an empty one: nothing that takes long comes now, or it is shown elsewhere."""
+    _counts.clear()
     logger.info("%s", stage)
+
+
+def count(what: str = "", done: int = 0, whole: int = 0) -> None:
+    """How far it has come, for the next sign of life, of a stage or of a training; forgotten where a stage begins, and
+    without arguments."""
+    _counts[:] = [f"{what} {done} of {whole}"] if what else []
+
+
+def counted() -> str:
+    """What was counted last, in words; empty where nothing was."""
+    return next(iter(_counts), "")
+
+
+def is_live(stream: TextIO | None) -> bool:
+    """A line on it can be written again: it is a terminal that has a width."""
+    if stream is None or stream.closed or not stream.isatty():
+        return False
+    try:
+        return os.get_terminal_size(stream.fileno()).columns > 0
+    except (OSError, ValueError):  # it is no file of the system's
+        return True
 
 
 def remark(text: str, *, warns: bool = False) -> None:
@@ -62,6 +88,19 @@ def shown(stream: TextIO | None = None, *, beats: bool = True) -> Iterator[None]
         logger.removeHandler(handler)
         logger.setLevel(level)
         logger.propagate = propagates
+
+
+@contextlib.contextmanager
+def shown_to_scripts(stream: TextIO | None = None) -> Iterator[bool]:
+    """Within it stages are shown, a plain line each, unless a command or somebody's own logging shows them.
+
+    Yields whether they are shown by it.
+    """
+    if logger.level != logging.NOTSET or logger.isEnabledFor(logging.INFO):
+        yield False
+        return
+    with shown(stream, beats=False):
+        yield True
 
 
 class Beat:
@@ -117,7 +156,7 @@ class _Shown(logging.Handler):
 
     @property
     def _is_live(self) -> bool:
-        return self._out is not None and not self._out.closed and self._out.isatty()
+        return is_live(self._out)
 
     def _end(self) -> None:
         beat, self._beat = self._beat, None
@@ -129,14 +168,18 @@ class _Shown(logging.Handler):
 
     def _tick(self, seconds: float) -> None:
         # Not under the handler's lock: `emit` waits in `stop` for a beat that is at work.
-        said = f"     {self._stage}:" if self._is_live else "     ..."
-        self._write(f"{said} {seconds:.0f} s", ends=not self._is_live)
+        told = f" {found}:" if (found := counted()) else ""
+        if self._is_live:
+            self._write(f"     {self._stage}:", f"{told} {seconds:.0f} s", ends=False)
+        else:
+            self._write(f"     ...{told} {seconds:.0f} s", ends=True)
 
-    def _write(self, text: str, *, ends: bool) -> None:
+    def _write(self, text: str, end: str = "", *, ends: bool) -> None:
         if (out := self._out) is None:
             return
         if not ends:  # a line that wraps could not be written again
-            text = text[: max(1, shutil.get_terminal_size().columns - 1)]
+            text = text[: max(1, shutil.get_terminal_size().columns - 1 - len(end))]
+        text += end
         with contextlib.suppress(OSError, ValueError):  # a closed pipe
             out.write(text + ("\n" if ends else "\r"))  # what is written next begins at the left
             out.flush()

@@ -92,6 +92,7 @@ class Diagnosis:
         distance: mean scaled difference (fidelity.scaled_differences) of the tokens, scored again without dropout; NaN
             if that was not needed.
         is_verified: verified by bytes or fingerprints; otherwise it was tried, and should be found a second time.
+        was_announced: people were told that it is looked for, and wait for what was found.
     """
 
     cause: str
@@ -99,6 +100,7 @@ class Diagnosis:
     module: str | None = None
     distance: float = float("nan")
     is_verified: bool = False
+    was_announced: bool = False
 
     @property
     def is_fault(self) -> bool:
@@ -131,6 +133,7 @@ class MismatchDebugger:
         self.base_check = base_check
         self.autocast = autocast
         self._sends_adapter = getattr(strategy, "mode", "") == "lora_adapter"
+        self._is_announced = False  # people were told that an examination takes long
 
     def examine(self, sampled: Sampled, limit: float) -> Diagnosis:
         """Find the cause.
@@ -141,7 +144,11 @@ class MismatchDebugger:
         """
         verified = self._anywhere(self._held) if self._sends_adapter else None
         verified = verified or self._anywhere(self._bases)
-        return replace(verified, is_verified=True) if verified else self._tried(sampled, limit)
+        if verified:
+            return replace(verified, is_verified=True)
+        self._is_announced = False
+        found = self._tried(sampled, limit)
+        return replace(found, was_announced=self._is_announced)
 
     def _anywhere(self, look: Callable[[], Diagnosis | None]) -> Diagnosis | None:
         """What any rank finds at its own engine. All ranks run the same checks in the same order, because the next
@@ -322,6 +329,7 @@ class MismatchDebugger:
         passes = int(_SECONDS / max(seconds, 1e-6))
         most = seconds * min(passes, len(suspects) + len(layers) + len(b_names))
         if most > 2:
+            self._is_announced = True
             logger.warning("rollouts are further from the policy than usual: finding out why takes up to %.0f s", most)
         found = [(under(tensors), diagnosis) for tensors, diagnosis in suspects[:passes]]
         passes -= len(suspects)

@@ -22,6 +22,7 @@ from qlora_rl.train.rloo import SampledLogprobs
 from qlora_rl.train.rollouts.endings import EndedCompletions
 from qlora_rl.train.rollouts.engine_link import Link, link_policy
 from qlora_rl.train.rollouts.engines import EngineChoice
+from qlora_rl.train.run.progress import told
 from qlora_rl.train.run.wrapped import WrappedModel
 from qlora_rl.train.setup import settings
 from qlora_rl.train.setup.model_source import Source, base_of
@@ -171,7 +172,7 @@ def attach(
             "4-bit base. Set save_strategy='no' and call trainer.save_model(), or use QLoRAGRPOTrainer, whose "
             "checkpoints work under FSDP1, too."
         )
-    with join(trainer.args.ddp_timeout).one_outcome("attaching to a trainer"):
+    with told(trainer.args), join(trainer.args.ddp_timeout).one_outcome("attaching to a trainer"):
         model = trainer.accelerator.unwrap_model(trainer.model)
         base = _base(model, trainer, rollout)
         begin_alike(model)

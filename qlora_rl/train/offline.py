@@ -18,9 +18,9 @@ from qlora_rl.base.fingerprint import compare, fingerprint_base, recorded_finger
 from qlora_rl.base.model_classes import directory_takes_images, may_take_images
 from qlora_rl.distributed import join
 from qlora_rl.errors import BaseMismatchError
-from qlora_rl.stages import begin, ended
+from qlora_rl.stages import begin
 from qlora_rl.train.run import CONFIG, StepRecord
-from qlora_rl.train.run.progress import show_progress
+from qlora_rl.train.run.progress import show_progress, told
 from qlora_rl.train.run.trained_run import (
     TrainedRun,
     check_adapter_dtype,
@@ -49,7 +49,6 @@ class OfflineTrainer(TrainedRun):
     # TRL makes a frozen copy of a PeftModel's adapter, to refer to.
     _refers = False
 
-    @ended()
     def set_up(
         self,
         model: Any,
@@ -80,7 +79,7 @@ class OfflineTrainer(TrainedRun):
         images = settings.check_datasets(train_dataset, eval_dataset, why="")
         if images and not may_take_images(model):
             settings.reject_images(images, f"{model} takes none")
-        with join(args.ddp_timeout).one_outcome("preparing the training"), models_are_whole():
+        with told(args), join(args.ddp_timeout).one_outcome("preparing the training"), models_are_whole():
             self.run = open_run(args.output_dir, existing_run)
             source = self._resolve(
                 model,

@@ -21,14 +21,14 @@ from qlora_rl.base.model_classes import directory_takes_images, may_take_images
 from qlora_rl.contracts import RolloutEngine, SyncReport
 from qlora_rl.distributed import join, ranks
 from qlora_rl.errors import ConfigConflictError, EngineClosedError, RewardFunctionError
-from qlora_rl.stages import begin, ended
+from qlora_rl.stages import begin
 from qlora_rl.sync.plan import WISHES, plan_sync
 from qlora_rl.train.metrics.alarm import alarm_for, check_word
 from qlora_rl.train.metrics.rewards import agree_on, as_list, check_signature, guard
 from qlora_rl.train.rollouts.engine_link import Link, link_policy, release, why_dense
 from qlora_rl.train.rollouts.engines import EngineChoice
 from qlora_rl.train.run import CONFIG, FINGERPRINTS
-from qlora_rl.train.run.progress import show_progress
+from qlora_rl.train.run.progress import show_progress, told
 from qlora_rl.train.run.trained_run import (
     TrainedRun,
     check_adapter_dtype,
@@ -142,7 +142,6 @@ class OnlineTrainer(TrainedRun):
     # Rollouts are generated ahead, in threads: each rank asks an engine that it shares on its own.
     _is_ahead = False
 
-    @ended()
     def set_up(
         self,
         model: Any,
@@ -172,7 +171,11 @@ class OnlineTrainer(TrainedRun):
             processing_class=processing_class,
             of_trl=of_trl,
         )
-        with join(asked.args.ddp_timeout).one_outcome("preparing the training"), models_are_whole():
+        with (
+            told(asked.args),
+            join(asked.args.ddp_timeout).one_outcome("preparing the training"),
+            models_are_whole(),
+        ):
             images = self._check_data(asked)
             self.run = open_run(asked.args.output_dir, options.existing_run)
             self.memory = self._planned(asked)

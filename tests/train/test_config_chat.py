@@ -175,7 +175,8 @@ def test_the_command_shows_rows_and_counts_those_that_are_too_long(read, source,
     read("grpo", CHAT | {"limit": 4}, {"max_completion_length": 100, "vllm_max_model_length": 420})
     shutil.rmtree(tmp_path / "run", ignore_errors=True)
     assert main(["data", str(tmp_path / "run.toml"), "--rows", "1"]) == 0
-    out = capsys.readouterr().out
+    out, told = capsys.readouterr()
+    assert "     reading the data\n     counting the tokens of 4 rows\n" in told
     assert "train: 4 rows; columns: " in out
     assert SYSTEM in out
     assert "row 0" in out

@@ -56,6 +56,37 @@ def test_what_is_prepared_before_the_first_step_is_told(make_trainer, config, ca
     assert told[-1] == ""
 
 
+def test_a_script_is_told_what_is_prepared_and_at_the_end_where_the_run_is(make_trainer, config, capsys):
+    trainer = make_trainer(args=config(disable_tqdm=False))
+    said = capsys.readouterr().err
+    assert "     loading the base\n" in said
+    assert "     verifying that trainer and engine hold one base\n" in said
+    trainer.train()
+    out = trainer.args.output_dir
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == f"     the run is in {out}; look at it: qlora-rl report {out}, talk to it: qlora-rl chat {out}"
+
+
+@pytest.mark.parametrize("quiet", [{"disable_tqdm": True}, {"disable_tqdm": False, "log_level": "error"}])
+def test_a_script_that_wants_no_bar_or_only_errors_is_told_nothing(make_trainer, config, capsys, quiet):
+    trainer = make_trainer(args=config(**quiet))
+    trainer.train()
+    assert not [line for line in capsys.readouterr().err.splitlines() if line.startswith("     ")]
+
+
+def test_rewards_that_are_all_equal_are_warned_of_at_once_and_others_are_not(make_trainer, config, caplog):
+    def trained(reward, name):
+        caplog.clear()
+        make_trainer(reward_funcs=reward, args=config(output_dir=name, max_steps=4, disable_tqdm=True)).train()
+        return [r.getMessage() for r in caplog.records if "nothing can be learned" in r.getMessage()]
+
+    out = config().output_dir
+    (said,) = trained(lambda completions, **_: [0.0] * len(completions), f"{out}-a")
+    assert "rewards so far are equal (0)" in said
+    assert 'completion[-1]["content"]' in said
+    assert trained(lambda completions, **_: [float(i % 2) for i in range(len(completions))], f"{out}-b") == []
+
+
 def test_no_sign_of_life_is_left_of_a_training_that_fails(make_trainer, config):
     trainer = make_trainer(args=config(disable_tqdm=False, max_steps=3))
     (bar,) = [each for each in trainer.callback_handler.callbacks if isinstance(each, Progress)]

@@ -67,14 +67,16 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_run_that_goes_on_is_the_run_that_was_never_stopped(case, base, tmp_path):
+def test_a_run_that_goes_on_is_the_run_that_was_never_stopped(case, base, tmp_path, caplog):
     steps, saved, stop, fields = CASES[case]
     fields = {"max_steps": steps, "save_steps": saved, **fields}
     with make(base, tmp_path / "straight", "fake", **fields) as straight:
         whole = straight.train()
     killed(base, tmp_path / "killed", stop, **fields)
-    with make(base, tmp_path / "killed", "fake", **fields) as trainer:
+    with make(base, tmp_path / "killed", "fake", **fields) as trainer, caplog.at_level("INFO", "qlora_rl.stages"):
         result = trainer.train()
+        again = f"; steps up to {stop} are done again" if stop > saved and "logging_steps" not in fields else ""
+        assert f"going on from checkpoint-{saved}, step {saved} of {steps}{again}" in caplog.text
         assert trainer.fidelity.history  # it has sampled again
     assert_same_run(tmp_path / "killed", tmp_path / "straight")
     assert result.training_loss == whole.training_loss

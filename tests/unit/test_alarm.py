@@ -277,3 +277,28 @@ def test_prompts_with_images_are_not_scored_again_without_them():
     found = MismatchDebugger(None, None, None, None)._tried(seen["said"], 0.1)
     assert found.cause == "unknown"
     assert "images are not scored again" in found.sentence
+
+
+@pytest.mark.parametrize(
+    ("is_announced", "cause", "said"),
+    [
+        (True, "noise", "batch 2 was examined and nothing is wrong: rounding is that large"),
+        (True, "unknown", "trainer and engine are 0.005 apart"),
+        (False, "noise", ""),
+    ],
+)
+def test_an_examination_that_was_announced_tells_what_it_has_found(caplog, is_announced, cause, said):
+    class Tried(MismatchDebugger):
+        def _bases(self):
+            return None
+
+        def _tried(self, sampled, limit):
+            self._is_announced = is_announced
+            return Diagnosis(cause, "rounding is that large")
+
+    alarm = MismatchAlarm(Tried(None, None, None, None).examine, dtype="float32" if cause == "unknown" else "bfloat16")
+    for distance in (1e-4, 5e-3):
+        see(alarm, distance)
+    told = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert len(told) == bool(said)
+    assert said in "".join(told)

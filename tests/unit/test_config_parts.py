@@ -2,10 +2,13 @@
 
 import inspect
 import json
+import os
 import re
 import resource
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -345,6 +348,23 @@ def test_an_encoder_decoder_model_is_rejected_by_the_check(adapter, tmp_path):
         check_model(config)
 
 
+def test_a_closed_terminal_ends_a_run_as_ctrl_c_does_and_the_log_says_so(tmp_path, monkeypatch):
+    from qlora_rl.cli import main
+
+    def hung_up(config, begun, file):
+        (tmp_path / "out").mkdir()
+        begun(tmp_path / "out")
+        for _ in range(2):  # a shell sends it, too
+            os.kill(os.getpid(), signal.SIGHUP)
+        time.sleep(10)
+
+    monkeypatch.setattr("qlora_rl.config.launch.launch", hung_up)
+    file = written(tmp_path, {**GOOD, "run": {"dir": str(tmp_path / "out")}})
+    assert main(["train", str(file)]) == 130
+    assert "the terminal was closed (SIGHUP)" in (tmp_path / "out" / "log.txt").read_text()
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+
+
 def test_an_interrupted_run_says_where_it_is_and_how_it_goes_on(tmp_path, capsys, monkeypatch):
     from qlora_rl.cli import main
 
@@ -358,11 +378,17 @@ def test_an_interrupted_run_says_where_it_is_and_how_it_goes_on(tmp_path, capsys
     monkeypatch.setattr("qlora_rl.config.launch.launch", interrupted)
     file = written(tmp_path, {**GOOD, "run": {"dir": str(tmp_path / "out")}})
     assert main(["train", str(file)]) == 130
-    assert f"is in {tmp_path / 'out'}; it has no checkpoint yet ([train] save_steps)" in capsys.readouterr().err
-    left.append("checkpoint-3")
+    said = capsys.readouterr().err
+    assert f"the run so far is in {tmp_path / 'out'}. It has no checkpoint to go on from" in said
+    assert f"qlora-rl train {file} --set train.save_steps=1" in said
+    assert "chat" not in said
+    left.append("adapter")
     assert main(["train", str(file)]) == 130
+    assert f"qlora-rl chat {tmp_path / 'out'}." in capsys.readouterr().err
+    left[:] = ["checkpoint-3"]
+    assert main(["train", str(file), "--set", "train.learning_rate=1e-3"]) == 130
     assert (
-        f"the same command with --set run.dir={tmp_path / 'out'} --set run.existing=resume goes on from its last "
-        "checkpoint" in capsys.readouterr().err
+        f"with: qlora-rl train {file} --set train.learning_rate=1e-3 --set run.dir={tmp_path / 'out'} "
+        "--set run.existing=resume\n" in capsys.readouterr().err
     )
     assert "holds a run" in reasons(file)[0]  # also where it was killed before its first line

@@ -617,6 +617,23 @@ def test_what_to_look_at_is_on_top_and_names_the_way_out(tmp_path):
     assert "noise" not in told[2]
 
 
+def test_prompts_that_are_learned_are_told_apart_from_prompts_that_teach_nothing(tmp_path):
+    def told(name, rewards, **files):
+        lines = [
+            {"step": i, **METRIC, "reward": each, "frac_reward_zero_std": 0.9} for i, each in enumerate(rewards, 1)
+        ]
+        return read_page(write_lines(tmp_path / name, lines, **files)).split("<dl")[0]
+
+    assert "has learned these prompts" in told("a", [0.2, 0.5, 0.9, 1.0, 1.0, 1.0])
+    for number, rewards in enumerate(([0.0] * 6, [1.0] * 6, [0.2, 0.5, 0.9, 0.5, 0.2, 0.2])):
+        page = told(f"b{number}", rewards)
+        assert "has learned" not in page
+        assert "easier or harder prompts" in page
+    seldom = {"step": 1, "prompt": "2+2?", "rollouts": [{"completion": "4", "rewards": {"right": 1.0}}]}
+    page = told("c", [0.0, 0.01, 0.02, 0.02, 0.02, 0.02], rollouts={"first": seldom, "last": seldom})
+    assert "has learned" not in page  # one answer was far better
+
+
 @pytest.mark.parametrize(
     ("policy", "error", "said"),
     [

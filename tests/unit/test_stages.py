@@ -1,9 +1,15 @@
 """What is taking long is said, and that it still is."""
 
+import fcntl
 import io
 import logging
+import os
+import pty
+import struct
+import termios
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from transformers import TrainerState
@@ -60,6 +66,51 @@ def test_a_process_that_is_forked_gets_lines_and_no_thread(monkeypatch):
         assert stream.getvalue() == "     starting vLLM\n"
 
 
+def test_a_stage_that_counts_says_how_far_it_is(monkeypatch):
+    monkeypatch.setattr(stages, "PLAIN_S", 0.02)
+    monkeypatch.setattr(stages, "LIVE_S", 0.02)
+    monkeypatch.setenv("COLUMNS", "40")
+    for stream, said in (
+        (io.StringIO(), "     ... prompt 3 of 16: 0 s\n"),
+        (Terminal(), "     sampling from  prompt 3 of 16: 0 s\r"),
+    ):
+        with stages.shown(stream):
+            stages.begin("sampling from the policy and scoring it")
+            stages.count("prompt", 3, 16)
+            wait_for(lambda stream=stream, said=said: said in stream.getvalue())
+            stages.begin("writing it")
+            assert not stages.counted()
+
+
+def test_a_terminal_without_a_width_is_none():
+    """`script -c` without a terminal makes one of 0 columns, on which tqdm writes nothing at all."""
+    ours, theirs = pty.openpty()
+    with open(theirs, "w") as terminal:
+        assert os.get_terminal_size(theirs).columns == 0
+        assert not stages.is_live(terminal)
+        assert not progress.Progress(stream=terminal).is_live
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        assert stages.is_live(terminal)
+    os.close(ours)
+
+
+def test_a_script_sees_stages_unless_somebody_else_shows_them_or_has_set_the_level(caplog):
+    def shown(stream):
+        with stages.shown_to_scripts(stream) as is_shown:
+            stages.begin("reading the model")
+        return is_shown, stream.getvalue()
+
+    stream = Terminal()
+    assert shown(stream) == (True, "     reading the model\n")
+    with stages.shown(io.StringIO()):
+        assert shown(Terminal()) == (False, "")
+    with caplog.at_level(logging.WARNING, logger="qlora_rl.stages"):
+        assert shown(Terminal()) == (False, "")
+    with caplog.at_level(logging.INFO):
+        assert shown(Terminal()) == (False, "")
+    assert logging.getLogger("qlora_rl.stages").level == logging.NOTSET
+
+
 def test_in_python_a_stage_is_a_record_and_nothing_is_shown(capfd, caplog):
     stages.begin("reading the model")
     assert capfd.readouterr() == ("", "")
@@ -80,7 +131,13 @@ def test_a_long_step_of_a_training_says_that_it_is_being_made(monkeypatch):
     stream, state = io.StringIO(), TrainerState(max_steps=10, global_step=4, is_world_process_zero=True)
     bar = progress.Progress(stream=stream)
     bar.on_train_begin(None, state, None)
-    wait_for(lambda: "training: step 5/10 since 0:00:00\n" in stream.getvalue())
+    wait_for(lambda: "training: step 5/10 has taken 0 s so far\n" in stream.getvalue())
+    stages.count("sequence", 3, 64)
+    wait_for(lambda: "training: step 5/10 has taken 0 s so far (sequence 3 of 64)\n" in stream.getvalue())
+    bar.on_substep_end(SimpleNamespace(gradient_accumulation_steps=4), state, None)
+    wait_for(lambda: "so far (training on micro-batch 2 of 4)\n" in stream.getvalue())
+    bar.on_step_end(None, state, None)
+    assert not stages.counted()
     bar.close()
     time.sleep(0.1)
     said = stream.getvalue()
@@ -132,6 +189,7 @@ def test_a_beat_that_is_at_work_when_it_is_stopped_ends_first():
     assert has_begun.wait(10)
     threading.Timer(0.1, may_end.set).start()
     beat.stop()
-    assert len(calls) == 1
+    ended = len(calls)  # on a busy machine more than one comes before it is stopped
+    assert ended >= 1
     time.sleep(0.05)
-    assert len(calls) == 1
+    assert len(calls) == ended

@@ -13,6 +13,7 @@ from qlora_rl.engine.local import step_loop
 from qlora_rl.engine.local.step_loop import Driver, alone
 from qlora_rl.engine.local.stream import OwnStream
 from qlora_rl.errors import EngineBrokenError, RolloutCancelledError
+from qlora_rl.stages import counted
 
 
 class Engine:
@@ -63,6 +64,25 @@ def is_free(driver):
 
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(lambda: take() and (give() or True)).result()
+
+
+def test_a_call_counts_its_sequences_while_it_lasts_and_forgets_them_at_its_end():
+    told = []
+
+    class Ends(Engine):
+        def step(self):
+            told.append(counted())
+            self.steps += 1
+            return [
+                SimpleNamespace(
+                    request_id=str(self.steps - 1), finished=True, outputs=[SimpleNamespace(finish_reason="stop")]
+                )
+            ]
+
+    driver, engine = Driver(lambda: None), Ends()
+    driver.finish(engine, driver.begin(engine, [[1]] * 3, [None] * 3, None), lambda: None)
+    assert told[1:] == ["sequence 1 of 3", "sequence 2 of 3"]
+    assert not counted()
 
 
 @pytest.mark.parametrize("is_python", [False, True])

@@ -19,6 +19,7 @@ from qlora_rl.engine.local.stream import OwnStream
 from qlora_rl.engine.sampling import are_cut_off
 from qlora_rl.engine.signals import ForcedInterrupt, interrupts_between_steps
 from qlora_rl.errors import EngineBrokenError, EngineUnsupportedError, RolloutCancelledError
+from qlora_rl.stages import count
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +129,10 @@ class Driver:
                     if self._is_over(engine, call, raise_if_interrupted):
                         break
                     self._step(engine)
+                    if (done := len(call.names) - call.left) < len(call.names):
+                        count("sequence", done, len(call.names))
+                    else:
+                        count()
         except BaseException:
             self._forget(call)  # also where a signal of somebody else's has struck within a step
             raise

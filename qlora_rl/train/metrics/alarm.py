@@ -210,6 +210,8 @@ class MismatchAlarm:
             logger.warning("%s; if the next batch shows it too, this is believed", said)
             return found
         else:
+            if is_noise and found.was_announced:
+                logger.warning("%s was examined and nothing is wrong: %s", place, found.sentence)
             log = logger.info if is_noise else logger.warning
             log("%s%s", said, f" (expected: {', '.join(self.expected)})" if self.expected else "")
         is_known = bool(self.expected) or found.cause == "dropout" or self.on_mismatch == "warn"

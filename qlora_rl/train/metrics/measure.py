@@ -24,6 +24,7 @@ from qlora_rl.train.run import ROLLOUTS, RunDirectory, StepRecord
 logger = logging.getLogger(__name__)
 
 _KEPT = 8  # rollouts of a group that are written down
+_FIRST, _MANY = 3, 32  # batches, and rewards in them, after which a run with one reward is warned of
 _KEPT_STEPS = 12  # between the first and the newest, evenly spread over those that are planned
 
 # TRL's metrics that a step's record keeps under TRL's names: of what was generated, and of the loss, known when TRL
@@ -50,6 +51,7 @@ class MeasuredSteps:
         self.fidelity, self.alarm, self._compares = FidelityMonitor(), alarm, compares
         self._record = StepRecord(run)
         self._kept_rollouts: list[dict[str, Any]] = []
+        self._first_rewards: list[list[tuple[float | None, ...]]] | None = []
         # Before the user's, which may raise: the step is done all the same.
         self.callback_handler.callbacks.insert(0, _StepClock(self._record))
 
@@ -124,6 +126,29 @@ class MeasuredSteps:
             self._record.add(mismatch_cause=found.cause)
             self.bridge.rest()  # the examination has woken it
 
+    def _look_at_rewards(self, worth: list[tuple[float | None, ...]]) -> None:
+        """Warn once where the first rollouts have one reward all: three batches of them, or one that is large enough.
+
+        Args:
+            worth: of each completion its rewards, of a step's rollouts.
+        """
+        if self._first_rewards is None or self.state.global_step >= _FIRST:
+            return
+        self._first_rewards.append(worth)
+        rewards = [each for step in self._first_rewards for each in step]
+        is_equal = len(set(rewards)) == 1
+        if is_equal and (len(rewards) >= _MANY or len(self._first_rewards) == _FIRST):
+            logger.warning(
+                "all %d rewards so far are equal (%s): nothing can be learned from equal rewards. Look at the reward "
+                "function and at the answers: of chat prompts a completion is a list of messages, whose text is "
+                'completion[-1]["content"] (docs/troubleshooting.md#wrong-without-an-error)',
+                len(rewards),
+                ", ".join("None" if value is None else f"{value:g}" for value in rewards[0]),
+            )
+            self._first_rewards = None
+        elif not is_equal or len(self._first_rewards) == _FIRST:
+            self._first_rewards = None
+
     def _note_rollouts(self, count: int) -> None:
         """Keep a group of rollouts of the first step, of some between, and of the newest, for people to read.
 
@@ -131,12 +156,16 @@ class MeasuredSteps:
             count: rollouts that TRL has just added to its log of texts.
         """
         run, texts = self._record.run, self._logs
-        if run is None or not texts["prompt"]:
+        if not texts["prompt"]:
             return
         size = min(self.num_generations, count)
         prompts, completions = list(texts["prompt"])[-count:], list(texts["completion"])[-count:]
         rewards = {name: list(values)[-count:] for name, values in texts["rewards"].items()}
         worth = [tuple(values[i] for values in rewards.values()) for i in range(count)]
+        if ranks().is_first:
+            self._look_at_rewards(worth)
+        if run is None:
+            return
         # Of the groups one that teaches: where all rewards are equal there is no gradient.
         starts = range(0, count, size)
         start = next((i for i in starts if len(set(worth[i : i + size])) > 1), 0)

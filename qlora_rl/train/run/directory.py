@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import platform
+import re
 import shutil
 import tempfile
 import time
@@ -134,8 +135,13 @@ class RunDirectory:
                     found[name] = os.fstat(handle.fileno()).st_size
         return found
 
-    def cut_back(self, sizes: Mapping[str, int]) -> None:
-        """Forget the lines that were written after `sizes` was taken: the steps that they tell of are done again."""
+    def cut_back(self, sizes: Mapping[str, int]) -> int:
+        """Forget the lines that were written after `sizes` was taken: the steps that they tell of are done again.
+
+        Returns:
+            The last of these steps; 0 where there is none.
+        """
+        last = 0
         for name in (METRICS, SYNCS):
             path, wanted = self.path / name, sizes.get(name, 0)
             if not path.exists():
@@ -146,8 +152,11 @@ class RunDirectory:
                     "%s has %d bytes, %d when the checkpoint was written: lines are missing", path, there, wanted
                 )
             with _writing(path), open(path, "rb+") as handle:
+                handle.seek(wanted)
+                last = max([last, *(int(step) for step in re.findall(rb'"step": (\d+)', handle.read()))])
                 handle.truncate(min(there, wanted))
                 os.fsync(handle.fileno())
+        return last
 
     def _reject_ended(self) -> None:
         """A run that ended by itself has left an adapter, which a new beginning would remove."""

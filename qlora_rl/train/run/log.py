@@ -62,6 +62,10 @@ class RunLog(logging.Handler):
         for line in lines:
             print(line, file=self._file, flush=True)
 
+    def note(self, text: str) -> None:
+        """Write a line of the program's own, which is not on the screen."""
+        self.handle(logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, None, None))
+
     def emit(self, record: logging.LogRecord) -> None:
         """Keep it. A full disk, or a record that cannot be formatted, ends nothing."""
         try:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
+import os
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any, TextIO
 
 from tqdm.auto import tqdm
 from transformers import ProgressCallback
+from transformers.utils.import_utils import is_in_notebook
 
-from qlora_rl.stages import LIVE_S, Beat, begin
+from qlora_rl.cpu_features import warn_of_crowd
+from qlora_rl.stages import LIVE_S, Beat, begin, count, counted, ended, is_live, shown_to_scripts
 
 # What is shown of a log, where it is there: its name in the log, and how.
 _SHOWN = {
@@ -47,7 +52,8 @@ class Progress(ProgressCallback):
         self.label, self.every_s = label, every_s
         self._stream = stream
         self._begun_at = self._started = self._said = 0.0
-        self._said_step, self._latest = -1, ""
+        self._said_step, self._latest, self._parts = -1, "", 0
+        self._on_cpu = False
         self._ends: deque[float] = deque(maxlen=_LAST + 1)
         self._beat: Beat | None = None
 
@@ -59,7 +65,7 @@ class Progress(ProgressCallback):
     @property
     def is_live(self) -> bool:
         """It can rewrite its line."""
-        return self.stream.isatty()
+        return is_live(self.stream)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Training begins, or goes on, at `state.global_step`."""
@@ -70,6 +76,8 @@ class Progress(ProgressCallback):
         self.close()
         if state.is_world_process_zero:
             begin("")
+            self._on_cpu = getattr(getattr(args, "device", None), "type", "") == "cpu"
+            self._look_around()
             self._beat = Beat(LIVE_S if self.is_live else BEAT_S, lambda _: self._show_life(state))
         if state.is_world_process_zero and self.is_live:
             self.training_bar = tqdm(
@@ -81,9 +89,16 @@ class Progress(ProgressCallback):
                 file=self.stream,
             )
 
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A micro-batch of a step is done, and it is not the last one."""
+        self._parts += 1
+        count("training on micro-batch", self._parts + 1, args.gradient_accumulation_steps)
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """A step is done."""
         self._ends.append(time.monotonic())
+        self._parts = 0
+        count()
         if self.training_bar is not None:
             super().on_step_end(args, state, control, **kwargs)
 
@@ -123,12 +138,21 @@ class Progress(ProgressCallback):
     def _show_life(self, state: Any) -> None:
         bar, now = self.training_bar, time.monotonic()
         if bar is not None:
-            bar.refresh()
+            part = counted() if now - self._ends[-1] >= BEAT_S else ""
+            bar.set_postfix_str(", ".join(filter(None, (self._latest, part))))
         elif now - max(self._said, self._started, self._ends[-1]) >= BEAT_S:
             self._said = now
+            part = f" ({found})" if (found := counted()) else ""
             self._say(
-                f"{self.label}: step {state.global_step + 1}/{state.max_steps} since {_clock(now - self._ends[-1])}"
+                f"{self.label}: step {state.global_step + 1}/{state.max_steps} has taken "
+                f"{now - self._ends[-1]:.0f} s so far{part}"
             )
+        if now - self._ends[-1] >= BEAT_S:
+            self._look_around()
+
+    def _look_around(self) -> None:
+        if self._on_cpu:
+            warn_of_crowd()
 
     def _say_step(self, state: Any) -> None:
         self._said, self._said_step = time.monotonic(), state.global_step
@@ -145,6 +169,22 @@ class Progress(ProgressCallback):
             self.training_bar.write(line, file=self.stream)
         else:
             print(line, file=self.stream, flush=True)
+
+
+@contextlib.contextmanager
+def told(args: Any) -> Iterator[bool]:
+    """Within it the first process shows stages in Python too, unless TRL's config asks for quiet.
+
+    Yields whether they are shown by it.
+    """
+    quiet = args.disable_tqdm or args.get_process_log_level() > logging.WARNING
+    if quiet or os.environ.get("RANK", "0") != "0":
+        with ended():
+            yield False
+        return
+    # A notebook paints stderr red.
+    with shown_to_scripts(sys.stdout if is_in_notebook() else None) as is_shown, ended():
+        yield is_shown
 
 
 def end_progress(trainer: Any) -> None:

@@ -31,6 +31,7 @@ from qlora_rl.base.fingerprint import digest_bytes
 from qlora_rl.distributed import ranks
 from qlora_rl.documents import read_object
 from qlora_rl.errors import RunDirectoryError
+from qlora_rl.stages import remark
 from qlora_rl.train.ranks import zero
 from qlora_rl.train.ranks.sharded import (
     OPTIMIZER,
@@ -144,11 +145,12 @@ class Resumable:
         if (now := describe_versions()) != saved["versions"]:
             other = [name for name in {**now, **saved["versions"]} if now.get(name) != saved["versions"].get(name)]
             logger.warning("%s was written with other versions of %s: the numbers may differ", path, ", ".join(other))
+        last = saved["step"]
         if self.run is not None and path.resolve().parent == self.run.path.resolve():
-            self.run.cut_back(saved["files"])
+            last = max(last, self.run.cut_back(saved["files"]))
             checkpoints.set_aside(self.run.path, saved["step"])
         logger.info("going on from %s: step %d", path, saved["step"])
-        return saved | {"path": str(path)}
+        return saved | {"path": str(path), "last": last}
 
     def _wished(self, wish: str | bool | None) -> Path | None:
         if wish is None or wish is False:
@@ -228,6 +230,10 @@ class Resumable:
         if saved is None:
             return
         self.state.compute_steps(self.args, self.state.max_steps)  # the checkpoint's intervals are not the user's
+        if ranks().is_first:
+            step, last = saved["step"], saved["last"]
+            again = f"; steps up to {last} are done again" if last > step else ""
+            remark(f"going on from {Path(saved['path']).name}, step {step} of {self.state.max_steps}{again}")
         since = saved["loss"]["since"]  # of each rank; transformers logs their mean
         own = since[ranks().rank] if len(since) == ranks().size else sum(since) / len(since)
         self._tr_loss.fill_(own)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Callable
 from typing import Any
 
@@ -18,9 +19,10 @@ from qlora_rl.cpu_matmul import Float32Products
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.sharded_tensors import has_sharded_training, is_sharded, without_wrappers
+from qlora_rl.stages import remark
 from qlora_rl.train.ranks.sharded import is_gathered, trained_weights
 from qlora_rl.train.run.directory import SUMMARY, RunDirectory, describe_machine, describe_versions
-from qlora_rl.train.run.progress import end_progress
+from qlora_rl.train.run.progress import end_progress, told
 from qlora_rl.train.run.resume import Resumable
 from qlora_rl.train.run.wrapped import WrappedModel
 from qlora_rl.train.scoring.padding import micro_batches
@@ -56,6 +58,14 @@ class TrainedRun(Resumable, WrappedModel):
             resume_from_checkpoint: as transformers has it: a checkpoint, or True for the last one, here the last whole
                 one. With existing_run="resume" it may be left out.
         """
+        with told(self.args) as is_shown:
+            result = self._train_and_record(resume_from_checkpoint, *args, **kwargs)
+            if is_shown and self.run is not None:
+                named = shlex.quote(str(self.run.path))
+                remark(f"the run is in {named}; look at it: qlora-rl report {named}, talk to it: qlora-rl chat {named}")
+        return result
+
+    def _train_and_record(self, resume_from_checkpoint: str | bool | None, *args: Any, **kwargs: Any) -> Any:
         with ranks().one_outcome("choosing the checkpoint"):
             checkpoint = self.resume_point(resume_from_checkpoint)  # what it rejects leaves the run directory as it is
         self._before_train()
