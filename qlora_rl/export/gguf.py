@@ -8,6 +8,7 @@ llama.cpp's `convert_hf_to_gguf.py`.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -357,8 +358,8 @@ def _way_to_split(content: dict[str, Any]) -> str:
     rewrites = [each["type"] for each in normalizer.get("normalizers", [normalizer]) if each["type"] != "NFC"]
     if rewrites:
         raise _Unknown(f"its tokenizer rewrites the text first ({', '.join(rewrites)})")
-    if (decoder := (content.get("decoder") or {}).get("type")) != "ByteLevel":
-        raise _Unknown(f"its tokenizer decodes in another way than by bytes (decoder={decoder!r})")
+    if other := _other_decoders(content):
+        raise _Unknown(f"its tokenizer decodes in another way than by bytes (decoder={', '.join(other)})")
     before = content.get("pre_tokenizer") or {}
     steps = before.get("pretokenizers") or [before]
     kinds = [step.get("type") for step in steps]
@@ -372,6 +373,29 @@ def _way_to_split(content: dict[str, Any]) -> str:
         if known is not None:
             return known
     raise _Unknown("its tokenizer splits texts in an unknown way (pre_tokenizer of tokenizer.json)")
+
+
+def _other_decoders(content: dict[str, Any]) -> list[str]:
+    """The kinds of decoders that give another text than the bytes of the tokens; empty where the bytes are the text.
+
+    Some tokenizers name several steps, of which those made for SentencePiece find nothing among these tokens.
+    """
+    decoder = content.get("decoder") or {}
+    steps = decoder.get("decoders", []) if decoder.get("type") == "Sequence" else [decoder]
+    kinds = [step.get("type") for step in steps]
+    tokens = [*content["model"]["vocab"], *(each["content"] for each in content.get("added_tokens") or [])]
+    letters = {letter for token in tokens for letter in token}
+
+    def changes(step: dict[str, Any]) -> bool:
+        if step.get("type") == "Replace":
+            searched = step["pattern"].get("String")
+            return not searched or set(searched) <= letters
+        if step.get("type") == "ByteFallback":
+            return any(re.fullmatch("<0x[0-9A-Fa-f]{2}>", token) for token in tokens)
+        return step.get("type") not in ("ByteLevel", "Fuse")
+
+    other = [str(step.get("type")) for step in steps if changes(step)]
+    return other or ([] if "ByteLevel" in kinds else ["no ByteLevel"])
 
 
 def _add_tokenizer(writer: Any, base: Path, tokenizer: Any, size: int) -> None:

@@ -535,6 +535,30 @@ def test_a_file_has_as_many_tokens_as_the_embedding_has_rows(written):
     assert check_vocabulary(file, tokenizer, ASKED) > 200
 
 
+@pytest.mark.parametrize(
+    ("decoder", "is_by_bytes"),
+    [
+        ({"type": "ByteLevel"}, True),
+        # As SmolLM2's is stored: the first three find nothing among tokens of bytes.
+        (["ByteFallback", "Fuse", "\u2581", "ByteLevel"], True),
+        (["Fuse", "a", "ByteLevel"], False),
+        (["Strip", "ByteLevel"], False),
+        (["ByteFallback", "Fuse"], False),
+        (None, False),
+    ],
+)
+def test_a_decoder_of_several_steps_is_by_bytes_where_no_other_step_finds_anything(decoder, is_by_bytes):
+    from qlora_rl.export.gguf import _other_decoders
+
+    if isinstance(decoder, list):
+        kinds = ("ByteFallback", "Fuse", "ByteLevel", "Strip")
+        replace = {"type": "Replace", "content": " "}
+        steps = [{"type": each} if each in kinds else {**replace, "pattern": {"String": each}} for each in decoder]
+        decoder = {"type": "Sequence", "decoders": steps}
+    content = {"model": {"vocab": {"a": 0, "\u0120b": 1}}, "added_tokens": [{"content": "<|end|>"}], "decoder": decoder}
+    assert (_other_decoders(content) == []) == is_by_bytes
+
+
 FIELDS = {
     "tokens": ("add_token_list", lambda tokens: [*tokens[:40], tokens[41], tokens[40], *tokens[42:]]),
     "merges": ("add_token_merges", lambda merges: merges[::-1]),
