@@ -122,7 +122,13 @@ def crowd_advice(load: float, cores: int, environment: Mapping[str, str]) -> str
 
 def warn_of_crowd() -> None:
     """Say `crowd_advice` of this machine, once; called where something long begins on the CPU."""
-    if not _said and (advice := crowd_advice(os.getloadavg()[0], len(os.sched_getaffinity(0)), os.environ)):
+    try:
+        load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    except (OSError, AttributeError):
+        return
+    if cores < (os.cpu_count() or 1):  # the load is that of the whole machine, and others may have other cores
+        return
+    if not _said and (advice := crowd_advice(load, cores, os.environ)):
         _said.append(advice)
         logger.warning("%s", advice)
 

@@ -19,6 +19,8 @@ from qlora_rl.errors import QloraRLError
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# The tests' own processes share the cores: threads do not compute while they wait, and nobody is advised to say so.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Of actors; Ray's own is 15, and all other tests would come before them.
 os.environ.setdefault("RAY_worker_niceness", "0")
 

@@ -497,10 +497,11 @@ def _publish(
             if parent is not None:
                 manifest["parent"] = parent
             (staging / MANIFEST).write_text(json.dumps(manifest, indent=1))
+            os.umask(mask := os.umask(0o077))  # which can only be read by setting it
             for file in filter(Path.is_file, staging.rglob("*")):
-                file.chmod(0o644)  # safetensors lets nobody but this user read what it writes
+                file.chmod(0o666 & ~mask)  # safetensors lets nobody but this user read what it writes
                 _fsync(file)
-            staging.chmod(0o755)
+            staging.chmod(0o777 & ~mask)
             if target.exists():  # empty and made by the caller, or in the cache and never finished
                 target.rmdir() if out is not None else shutil.rmtree(target)
             os.rename(staging, target)

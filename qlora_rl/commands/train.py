@@ -148,17 +148,24 @@ def _what_now(arguments: argparse.Namespace, config: RunConfig) -> str:
 def _ended_by_hangup(log: RunLog) -> Iterator[None]:
     """A terminal that is closed (SIGHUP) ends the run as Ctrl-C does, and log.txt says so; with nohup it goes on."""
 
+    terminals = [stream for stream in (1, 2) if os.isatty(stream)]  # once it is closed it is none any more
+    owner = os.getpid()
+
     def end(*_: Any) -> None:
+        if os.getpid() != owner:  # forked for something else: it ends as it would
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGHUP)
+            return
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a shell sends one, too
-        for stream in (1, 2):
-            if os.isatty(stream):  # whatever is written there fails from here on
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+        for stream in terminals:  # whatever is written there fails from here on
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         log.note("the terminal was closed (SIGHUP): the run ends here, as with Ctrl-C")
         os.kill(os.getpid(), signal.SIGINT)
 
     if (
         threading.current_thread() is not threading.main_thread()
         or signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL
+        or signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # in the background of a script: it ends as it would
     ):
         yield
         return

@@ -84,8 +84,8 @@ def concerns(run: Run) -> list[str]:
         said.append(
             f"{share(equal)} of the prompts at the end teach nothing: all answers to one have the same reward. "
             + (
-                "It is the best reward that this run has seen: the model has learned these prompts, and more steps on "
-                "them bring nothing. Try it on others, or train on harder ones."
+                "It is the best reward that this run has seen. If there is no better one, the model has learned these "
+                "prompts, and more steps on them bring nothing: try it on others, or train on harder ones."
                 if _is_at_its_best(run)
                 else "Use easier or harder prompts, more num_generations, or a reward that tells answers apart."
             )

@@ -54,6 +54,9 @@ from qlora_rl.train.setup.vision_tower import apply_tower
 
 logger = logging.getLogger(__name__)
 
+# Arguments of TRL's trainers that are read here, too.
+_OF_TRL = ("reward_funcs", "reward_processing_classes", "train_dataset", "eval_dataset")
+
 
 @dataclass(frozen=True)
 class OnlineOptions:
@@ -162,6 +165,7 @@ class OnlineTrainer(TrainedRun):
             options: ours.
             of_trl: further arguments of TRL's class, handed through.
         """
+        of_trl = {**dict.fromkeys(_OF_TRL), "optimizers": (None, None), **of_trl}
         asked = self._checked(
             model,
             args,
@@ -245,10 +249,6 @@ class OnlineTrainer(TrainedRun):
         if ranks().size > 1:
             why = "in several processes it is sampled from text prompts only"
         settings.check_prompts(args, *datasets)
-        gives_more = any(asked.of_trl.get(name) is not None for name in ("rollout_func", "environment_factory"))
-        columns = None if gives_more else getattr(asked.of_trl.get("train_dataset"), "column_names", None)
-        for reward in as_list(asked.of_trl.get("reward_funcs")):
-            check_signature(reward, columns)
         images = settings.check_datasets(*datasets, why=why)
         if images and not may_take_images(asked.model):
             settings.reject_images(images, f"{asked.model} takes none")
@@ -261,6 +261,8 @@ class OnlineTrainer(TrainedRun):
 
             require_ray()
         settings.check_sampling(args, rollout)
+        for reward in as_list(asked.of_trl["reward_funcs"]):
+            check_signature(reward, _columns(asked))
         return images
 
     def _planned(self, asked: _Asked) -> MemoryBudget | None:
@@ -513,6 +515,16 @@ class OnlineTrainer(TrainedRun):
 
     def _rollout_facts(self) -> dict[str, float]:
         return self._link.rollout_facts(self.run)
+
+
+def _columns(asked: _Asked) -> Any:
+    """Of the rows that rewards get; `None` where something else than the dataset's columns may be among them."""
+    dataset = asked.of_trl["train_dataset"]
+    gives_more = any(asked.of_trl.get(name) is not None for name in ("rollout_func", "environment_factory"))
+    made_of_rows = getattr(dataset, "format", None)  # by `with_transform`
+    if gives_more or (isinstance(made_of_rows, dict) and made_of_rows.get("type") == "custom"):
+        return None
+    return getattr(dataset, "column_names", None)
 
 
 def _budget(asked: _Asked, *, rests: bool) -> MemoryBudget:

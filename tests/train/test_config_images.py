@@ -126,7 +126,7 @@ def test_a_file_is_checked_with_its_images(source, rows, tmp_path, capsys):
     document["data"]["columns"] = {"photo": "picture"}
     file.write_text(to_toml(document))
     assert main(["train", str(file), "--check"]) == 1
-    assert "'picture' is [data] images, which becomes the column images" in capsys.readouterr().err
+    assert "'picture' is named by [data] images already" in capsys.readouterr().err
 
 
 def test_a_model_for_text_takes_no_images(rows, tmp_path):

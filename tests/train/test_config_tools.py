@@ -132,7 +132,7 @@ def write(source, tmp_path):
         ({"environment": {"use": "tools.py:NoReset"}}, "NoReset.guess"),
         ({"environment": {"use": "tools.py:NoReset"}, "rewards": None}, "and there is no [[rewards]]"),
         ({"tools": {"use": ["tools.py:multiply"]}, "data": {"train": "rows.jsonl"}}, "Set [data] format = 'chat'"),
-        ({"tools": {"use": ["tools.py:multiply"]}, "method": "rloo"}, "is of grpo, async_grpo"),
+        ({"tools": {"use": ["tools.py:multiply"]}, "method": "rloo"}, "belongs to grpo, async_grpo"),
         ({"rewards": None}, "[[rewards]]: is missing"),
     ],
 )

@@ -118,6 +118,8 @@ def test_a_body_is_bounded_whether_it_says_its_length_or_not(headers, body, stat
         ("/v1/completions", rb'{"stop": ["\ud83d\ud83d\ude00"]}', 400),
         ("/v1/completions", rb'{"stop": ["\ud83d\ude00 \\ud83d \u00e9"]}', 200),
         ("/qlora/v1/adapter", rb"\ud83d", 200),  # bytes
+        ("/v1/completions", b'{"stop": ["\xed\xa0\xbd"]}', 400),  # which Python's parser takes
+        ("/v1/completions", '{"stop": ["\\ud83d"]}'.encode("utf-16"), 400),
     ],
 )
 def test_half_characters_do_not_reach_vllm_however_they_come(path, body, status):
@@ -125,6 +127,27 @@ def test_half_characters_do_not_reach_vllm_however_they_come(path, body, status)
     for chunks in ([body], [body[:14], body[14:]]):
         sent = call(Gate(app, KEY, 100), path, bearer(f"Bearer {KEY}"), chunks)
         assert [m["status"] for m in sent if m["type"] == "http.response.start"] == [status]
+
+
+@pytest.mark.parametrize("answers", [400, 500])
+def test_an_app_that_answers_the_error_of_half_a_character_itself_is_not_heard(answers):
+    async def eager(scope, receive, send):
+        try:
+            await app(scope, receive, send)
+        except Exception:
+            await send({"type": "http.response.start", "status": answers, "headers": []})
+            await send({"type": "http.response.body", "body": b"?"})
+            raise
+
+    sent = call(Gate(eager, KEY, 100), headers=bearer(f"Bearer {KEY}"), body=[rb'["\ud83d"]'])
+    assert [m["status"] for m in sent if m["type"] == "http.response.start"] == [400]
+    assert b"half a character" in sent[-1]["body"]
+
+
+def test_what_is_no_json_is_no_text_to_the_gate():
+    kind = [(b"content-type", b"multipart/form-data; boundary=x")]
+    sent = call(Gate(app, KEY, 100), headers=bearer(f"Bearer {KEY}") + kind, body=[b"\xff\xd8 \\ud83d\0"])
+    assert [m["status"] for m in sent if m["type"] == "http.response.start"] == [200]
 
 
 def test_an_app_that_swallows_the_error_of_a_long_body_still_answers_413():

@@ -22,6 +22,7 @@ Send = Callable[[Any], Awaitable[None]]
 OPEN_PATH = "/health"
 # Below it are our own routes, whose bodies may be large and no text; they check strings themselves.
 OWN_PATH = "/qlora/"
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 _ESCAPE = re.compile(rb"\\(?:u([0-9a-fA-F]{4})|.)", re.DOTALL)
 _LINGER_SECONDS = 5.0
 
@@ -68,19 +69,14 @@ class Gate:
             await self._reject_body(receive, send)
             return
         with contextlib.ExitStack() as stack:
-            is_vllms = not scope["path"].startswith(OWN_PATH)
+            kind = dict(scope["headers"]).get(b"content-type", b"application/json")
+            is_vllms = not scope["path"].startswith(OWN_PATH) and b"json" in kind.lower()
             begin = lambda: stack.enter_context(self.visits.visit())  # noqa: E731
             body = _Body(receive, send, self.max_body_bytes, begin, is_text=is_vllms)
             try:
                 await self.app(scope, body.receive, body.send)
-            except TooLargeError:
+            except (TooLargeError, HalfCharacterError):
                 pass
-            except HalfCharacterError:
-                message = (
-                    "asking the server: the body holds half a character (a lone surrogate, such as \\ud83d). Send text."
-                )
-                if not body.has_answered:
-                    await _reject(send, 400, "BadRequestError", message)
             except asyncio.CancelledError:  # the server ends; without an error's kind a client waits for the next one
                 if body.has_answered:
                     raise
@@ -88,6 +84,9 @@ class Gate:
             finally:
                 if body.is_too_large and not body.has_answered:
                     await self._reject_body(receive, send, is_whole=body.is_whole)
+                elif body.is_no_text and not body.has_answered:
+                    message = "asking the server: the body is no whole UTF-8 text: it holds half a character, such as "
+                    await _reject(send, 400, "BadRequestError", message + "\\ud83d, or a byte 0. Send text.")
 
     async def _reject_body(self, receive: Receive, send: Send, *, is_whole: bool = False) -> None:
         limit = f"max_body_bytes={self.max_body_bytes}"
@@ -141,9 +140,16 @@ class HalfCharacterError(Exception):
     """A string of the body cannot be encoded: vLLM would find that out where it is an error of the server's."""
 
 
-def has_half_character(body: bytes) -> bool:
-    """A JSON text has an escape for half of a surrogate pair, without the other half next to it."""
-    if rb"\u" not in body:
+def has_half_character(body: bytes | bytearray) -> bool:
+    """The body is no UTF-8 text, or JSON in it has an escape for half of a surrogate pair, without the other half next
+    to it."""
+    try:
+        body.decode()
+    except UnicodeDecodeError:
+        return True
+    if b"\0" in body:  # as UTF-16 and UTF-32 have, which Python's parser would take
+        return True
+    if not _HALF.search(body):
         return False
     high_until = -1  # where the half before has ended, if it waits for another
     for found in _ESCAPE.finditer(body):
@@ -169,7 +175,7 @@ class _Body:
     def __init__(self, receive: Receive, send: Send, limit: int, begin: Callable[[], Any], *, is_text: bool):
         self._begin = begin
         self._text: bytearray | None = bytearray() if is_text else None
-        self.is_too_large = self.has_answered = self.is_whole = False
+        self.is_too_large = self.is_no_text = self.has_answered = self.is_whole = False
         self._receive, self._send, self._left = receive, send, limit
 
     async def receive(self) -> Any:
@@ -183,14 +189,15 @@ class _Body:
             if self._text is not None:
                 self._text += message.get("body", b"")
             if self.is_whole and not was_whole:
-                if self._text is not None and has_half_character(bytes(self._text)):
+                if self._text is not None and has_half_character(self._text):
+                    self.is_no_text = True
                     raise HalfCharacterError
                 self._text = None
                 self._begin()
         return message
 
     async def send(self, message: Any) -> None:
-        if self.is_too_large and not self.has_answered:
+        if (self.is_too_large or self.is_no_text) and not self.has_answered:
             return
         self.has_answered = True
         await self._send(message)

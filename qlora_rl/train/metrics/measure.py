@@ -24,7 +24,7 @@ from qlora_rl.train.run import ROLLOUTS, RunDirectory, StepRecord
 logger = logging.getLogger(__name__)
 
 _KEPT = 8  # rollouts of a group that are written down
-_FIRST, _MANY = 3, 32  # batches, and rewards in them, after which a run with one reward is warned of
+_FIRST = 3  # batches after which a run with one reward is warned of
 _KEPT_STEPS = 12  # between the first and the newest, evenly spread over those that are planned
 
 # TRL's metrics that a step's record keeps under TRL's names: of what was generated, and of the loss, known when TRL
@@ -127,7 +127,7 @@ class MeasuredSteps:
             self.bridge.rest()  # the examination has woken it
 
     def _look_at_rewards(self, worth: list[tuple[float | None, ...]]) -> None:
-        """Warn once where the first rollouts have one reward all: three batches of them, or one that is large enough.
+        """Warn once where the rollouts of the first three batches have one reward all.
 
         Args:
             worth: of each completion its rewards, of a step's rollouts.
@@ -136,11 +136,12 @@ class MeasuredSteps:
             return
         self._first_rewards.append(worth)
         rewards = [each for step in self._first_rewards for each in step]
-        is_equal = len(set(rewards)) == 1
-        if is_equal and (len(rewards) >= _MANY or len(self._first_rewards) == _FIRST):
+        is_equal = len({str(each) for each in rewards}) == 1  # NaN is what TRL makes of None
+        if is_equal and len(self._first_rewards) == _FIRST:
             logger.warning(
-                "all %d rewards so far are equal (%s): nothing can be learned from equal rewards. Look at the reward "
-                "function and at the answers: of chat prompts a completion is a list of messages, whose text is "
+                "all %d rewards so far are equal (%s): nothing can be learned from equal rewards. The prompts may be "
+                "too hard; or look at the reward function and at the answers: of chat prompts a completion is a list "
+                "of messages, whose text is "
                 'completion[-1]["content"] (docs/troubleshooting.md#wrong-without-an-error)',
                 len(rewards),
                 ", ".join("None" if value is None else f"{value:g}" for value in rewards[0]),

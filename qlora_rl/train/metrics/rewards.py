@@ -81,7 +81,7 @@ def check_signature(reward: Any, columns: Sequence[str] | None, name: str | None
     named = {each.name: each for each in taken if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
     takes_any = any(each.kind is each.VAR_KEYWORD for each in taken)
     untaken = [] if takes_any else [each for each in _CALLED if each not in named]
-    known = {*_OF_TRL, *(set(columns or ()) - {"prompt"})}
+    known = {*_OF_TRL, *(set(columns or ()) - {"prompt", "completion", "completion_ids"})}
     needed = [each.name for each in taken if each.kind is each.POSITIONAL_ONLY and each.default is each.empty]
     if columns is not None:
         needed += [each.name for each in named.values() if each.default is each.empty and each.name not in known]

@@ -70,7 +70,7 @@ class Progress(ProgressCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Training begins, or goes on, at `state.global_step`."""
         self._started, self._said, self._begun_at, self._latest = time.monotonic(), -math.inf, state.global_step, ""
-        self.current_step, self._said_step = state.global_step, -1
+        self.current_step, self._said_step, self._parts = state.global_step, -1, 0
         self._ends.clear()
         self._ends.append(self._started)
         self.close()
