@@ -3,11 +3,14 @@
 import inspect
 import json
 import os
+import pty
 import re
 import resource
+import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -363,6 +366,43 @@ def test_a_closed_terminal_ends_a_run_as_ctrl_c_does_and_the_log_says_so(tmp_pat
     assert main(["train", str(file)]) == 130
     assert "the terminal was closed (SIGHUP)" in (tmp_path / "out" / "log.txt").read_text()
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+
+
+def test_a_run_whose_terminal_is_gone_ends_whole_though_nothing_can_be_written_to_it(tmp_path):
+    out = tmp_path / "out"
+    file = written(tmp_path, {**GOOD, "run": {"dir": str(out)}})
+    script = f"""
+import sys, time
+from pathlib import Path
+import qlora_rl.config.launch as launch
+from qlora_rl.cli import main
+out = Path({str(out)!r})
+def waits(config, begun, file):
+    out.mkdir()
+    begun(out)
+    (out / "ready").touch()
+    for _ in range(600):
+        print("a step", flush=True)
+        time.sleep(0.05)
+launch.launch = waits
+(out / "code").write_text(str(main(["train", {str(file)!r}])))
+"""
+    process, terminal = pty.fork()
+    if process == 0:
+        os.execv(sys.executable, [sys.executable, "-c", script])
+    reader = threading.Thread(target=_read_all, args=(terminal, out / "ready"))
+    reader.start()
+    reader.join(120)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+    assert (out / "code").read_text() == "130"
+    assert "the terminal was closed (SIGHUP)" in (out / "log.txt").read_text()
+
+
+def _read_all(terminal, ready):
+    while not ready.exists():
+        if select.select([terminal], [], [], 0.1)[0]:
+            os.read(terminal, 4096)
 
 
 def test_an_interrupted_run_says_where_it_is_and_how_it_goes_on(tmp_path, capsys, monkeypatch):
