@@ -388,7 +388,8 @@ def test_without_a_config_a_trainer_runs_on_the_processor_that_there_is(
 
     monkeypatch.chdir(tmp_path)
     pairs = Dataset.from_list([{"prompt": "1+1=", "chosen": "2", "rejected": "3", "completion": "2"}] * 2)
-    online = {"reward_funcs": len, "train_dataset": plain, "rollout": engine}
+    online = {"reward_funcs": lambda completions, **_: [0.0] * len(completions), "train_dataset": plain}
+    online["rollout"] = engine
     for name, arguments in {
         "GRPO": online, "RLOO": online, "OnlineDPO": online, "AsyncGRPO": online,
         "SFT": {"train_dataset": pairs.select_columns(["prompt", "completion"])}, "DPO": {"train_dataset": pairs},
