@@ -29,6 +29,9 @@ def test_the_readmes_python_trains(tmp_path):
     command = [sys.executable, "readme.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
+    for stage in ("loading the base", "starting vLLM on the base", "verifying that trainer and engine hold one base"):
+        assert f"     {stage}\n" in done.stderr
+    assert "the run is in runs/mine; look at it: qlora-rl report runs/mine" in done.stderr
     run = tmp_path / "runs" / "mine"
     assert json.loads((run / "metrics.jsonl").read_text())["rollout_tokens"] > 0
     assert (run / "adapter" / "adapter_model.safetensors").exists()
