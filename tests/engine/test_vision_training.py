@@ -202,7 +202,7 @@ def test_a_run_from_a_file_is_evaluated_and_talked_to_with_images(base, tmp_path
 
 
 def test_what_cannot_be_sampled_with_images_is_rejected_before_anything_is_loaded(base, tmp_path):
-    rows = Dataset.from_list([{"prompt": QUESTION, "image": picture(1)}] * 4)
+    rows = Dataset.from_list([{"prompt": QUESTION, "image": picture(1), "bright": True}] * 4)
     common = {"model": base, "reward_funcs": sees, "train_dataset": rows}
     lora = LoraConfig(r=8, target_modules=LANGUAGE)
     args = config(GRPOConfig, tmp_path)
