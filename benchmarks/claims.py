@@ -1,7 +1,7 @@
 """Every number in the prose of README and docs has a source: a JSON, a setting, somebody else, or the development log.
 
     python benchmarks/claims.py            exit 1, and what to do, where one has none or says something else than its
-    source
+                                           source
 
 Which numbers count: those with a unit (ms, s, minutes, %, x, times, tokens/s, MiB, GiB, ...), those in scientific
 notation, and those with a decimal point. Not: code, inline code, tables that benchmarks/tables.py writes, versions
@@ -19,7 +19,7 @@ break of lines is a space), and one of
     setting          a bar or an example that no file names: what it is
     source           a fact of others: whose
     log              a date: the entries of that day in the development log have each of the numbers, and say how they
-        came about
+                     came about
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Every line of the memory estimate against the live tensors of a step, at three shapes and four lengths; and how the
 peak grows.
 
-    python benchmarks/memory_lengths.py [--shapes 256 384 --lengths 2048 8192 16384] [--json
-    benchmarks/results/memory_lengths.json]
+    python benchmarks/memory_lengths.py [--shapes 256 384 --lengths 2048 8192 16384]
+                                        [--json benchmarks/results/memory_lengths.json]
 
 Random Qwen2 models with 16,384 words as NF4, one sequence without padding, LoRA of rank 16 on every linear, gradient
 checkpointing, bf16 autocast, one thread, on the CPU (`qlora_rl/bench/memory.py`). Memory inside one operator is not

@@ -1,9 +1,9 @@
 """What several engines are worth: steps per hour, staleness and idle time for 1 to 1,000 engines and bases of 8 B to
 400 B.
 
-    python benchmarks/scale.py --measure paced     compare the model with runs of paced engines (about fifteen minutes),
-    then predict python benchmarks/scale.py --measure real      the same with vLLM on this machine's cores (about ten
-    minutes) python benchmarks/scale.py                     predict again, with what was measured then
+    python benchmarks/scale.py --measure paced     compare with runs of paced engines (fifteen minutes), then predict
+    python benchmarks/scale.py --measure real      the same with vLLM on this machine's cores (about ten minutes)
+    python benchmarks/scale.py                     predict again, with what was measured then
 
 `simulate` is a discrete-event model of one trainer and a fleet, made of what `QLoRAAsyncGRPOTrainer`, `StalenessLimit`
 and `Fleet` do. All that goes into it is either measured or an entry of ASSUMED, with its source. What it says of 1,000

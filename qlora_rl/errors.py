@@ -22,13 +22,13 @@
     ├── EngineBusyError          (RuntimeError)         the engine was to be closed while a model borrows its base
     ├── CannotShareError         (ValueError)           trainer and engine cannot hold one copy of the base
     ├── SyncError                (RuntimeError)         a push failed; the version before it still serves
-    ├── PeerLostError            (ConnectionError)      the other process of a weight sync is gone or silent; names the
-    stage ├── RankLostError            (ConnectionError)      a process of a training by several is gone or silent;
-    names the rank ├── CanaryError              (RuntimeError)         the engine does not multiply with what was pushed
-    ├── PolicyMismatchError      (RuntimeError)         rollouts were sampled from something else than the trainer's
-    policy; names it ├── ExportError              (RuntimeError)         an export that, loaded again, is not the policy
-    ├── RewardFunctionError      (ValueError)           a reward function raised or returned nonsense └──
-    RunDirectoryError        (OSError)              a run directory that is taken, or a disk that is full
+    ├── PeerLostError            (ConnectionError)      the other process of a weight sync is gone or silent
+    ├── RankLostError            (ConnectionError)      a process of a training by several is gone or silent
+    ├── CanaryError              (RuntimeError)         the engine does not multiply with what was pushed
+    ├── PolicyMismatchError      (RuntimeError)         rollouts were sampled from something else than the policy
+    ├── ExportError              (RuntimeError)         an export that, loaded again, is not the policy
+    ├── RewardFunctionError      (ValueError)           a reward function raised or returned nonsense
+    └── RunDirectoryError        (OSError)              a run directory that is taken, or a disk that is full
 
 A message reads: what was being done, with which values, at which module, and what to do instead. Where several
 things are wrong they are all collected in `reasons` and raised once.

@@ -1,7 +1,8 @@
 """Everything that needs an NVIDIA GPU, in pieces of at most nine minutes; what was done is not done again.
 
     python scripts/gpu_check.py [--wheels DIR] [--budget SECONDS] [--only WORD ...] [--retry] [--out DIR] [--state DIR]
-    [--json FILE] python scripts/gpu_check.py --plan           the pieces and their limits; nothing is run
+                                [--json FILE]
+    python scripts/gpu_check.py --plan           the pieces and their limits; nothing is run
 
 Each piece is a process of its own with a time limit: first the stack, then one test marked `gpu` after the other, the
 demo, the benches. Its outcome is a file in the state directory the moment it ends, and counts for this commit, GPU and

@@ -49,8 +49,7 @@ class Pair:
         return self.apart(model)
 
     def apart(self, model, *, scaled=False):
-        """The same with what serves now; `scaled` divides by |logprob| where that is above one nat, as float32
-        rounds."""
+        """The same with what serves now; `scaled` divides by |logprob| above one nat, as float32 rounds."""
         theirs = self.engine.score(SEQUENCES)
         with torch.no_grad():
             logprobs_BTV = model(torch.tensor(SEQUENCES)).logits.float().log_softmax(-1)

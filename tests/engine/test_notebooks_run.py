@@ -19,7 +19,8 @@ ASKED = {
     "102": "{'before': accuracy_before, 'after': accuracy_after, 'kl': steps['mismatch_kl'].median(), 'steps': len(steps),"
     " 'rewards': {name: [part[f'rewards/{name}/mean'].mean() for part in (steps.head(5), steps.tail(5))]"
     " for name in ('numeric_match', 'in_form')}, 'exported': done.distance.kl_mean}",
-    "103": "{'eval': learned, 'kl': exported['distance']['kl_mean'], 'files': sorted(path.name for path in Path('runs/103').glob('*.json*'))}",
+    "103": "{'eval': learned, 'kl': exported['distance']['kl_mean'],"
+    " 'files': sorted(path.name for path in Path('runs/103').glob('*.json*'))}",
     "104": "{'accuracy': list(accuracy.values()), 'kl': done.distance.kl_mean}",
     "201": "{'steps': [len(lines(out, 'metrics')) for out in runs.values()], 'lost': type(lost).__name__,"
     " 'ends': [process.poll() is not None for process in (beside.process, served.process)],"

@@ -232,8 +232,7 @@ def _from_path(path: str, args: GRPOConfig, quantization_config: Any, peft_confi
             "take. Leave it out (attn_implementation, device_map, dtype, quantization_config, revision and "
             "trust_remote_code are taken), or load the model yourself and pass it."
         )
-    _check_attention(path, options["attn_implementation"], trust)
-    _check_length(path, args, trust)
+    _check_config(path, options["attn_implementation"], args, trust)
     if os.path.isfile(os.path.join(path, MANIFEST)):
         if config is not None:
             raise ConfigConflictError(
@@ -299,35 +298,24 @@ def _check_modules(path: str, spec: QuantSpec, peft_config: Any, trust_remote_co
         logger.debug("the modules of the adapter are not known yet: %s", error)
 
 
-def _check_attention(path: str, wish: Any, trust_remote_code: bool) -> None:
-    """Reject an `attn_implementation` that leaves something out, before a base is prepared.
+def _check_config(path: str, attention: Any, args: Any, trust_remote_code: bool) -> None:
+    """Reject an `attn_implementation` that leaves something out, and a length that the model does not reach, before a
+    base is prepared.
 
     Raises:
-        ConfigConflictError: says what.
+        ConfigConflictError: says what, and what to set.
     """
-    if wish is None:
+    length = getattr(args, "vllm_max_model_length", None)
+    if attention is None and length is None:
         return
     try:
         config = read_config(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # said where the model is prepared
-        logger.debug("the attention of the model is not known yet: %s", error)
-    else:
-        attention_for(config, wish, "reading the model")
-
-
-def _check_length(path: str, args: Any, trust_remote_code: bool) -> None:
-    """Reject a length of the engine that the model does not reach, before a base is prepared.
-
-    Raises:
-        ConfigConflictError: says what to set.
-    """
-    if (length := getattr(args, "vllm_max_model_length", None)) is None:
+        logger.debug("the config of the model is not known yet: %s", error)
         return
-    try:
-        config = read_config(path, trust_remote_code=trust_remote_code)
-    except Exception as error:  # said where the model is prepared
-        logger.debug("the positions of the model are not known yet: %s", error)
-    else:
+    if attention is not None:
+        attention_for(config, attention, "reading the model")
+    if length is not None:
         check_positions(config, length)
 
 
