@@ -24,7 +24,7 @@ import torch
 
 from qlora_rl.base.model_classes import image_tokens_of
 from qlora_rl.base.unsupported_configs import engine_positions
-from qlora_rl.contracts import ReplicatedEngine, RolloutEngine
+from qlora_rl.contracts import ReplicatedEngine, RolloutEngine, SamplingSpec
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import PolicyMismatchError
 from qlora_rl.fidelity import scaled_differences
@@ -51,8 +51,10 @@ FLOOR_16_BIT = 1e-3
 TAIL, PLAIN = 64, 512
 # Texts of the shortest length, which are judged as one.
 TEXTS = 8
-# An engine makes float32 logits of every token that it scores: 512 MiB, and as much for their softmax.
+# An engine makes float32 logits of every token that it scores: 512 MiB, and as much for their softmax. Of longer
+# sequences it samples the tail, up to a length that one text may cost.
 _LOGITS = 1 << 27
+_LONGEST = 8192 + TAIL
 # Fields of a config with the length from which on something else is computed.
 _LENGTHS = ("sliding_window", "attention_chunk_size", "original_max_position_embeddings")
 
@@ -173,12 +175,31 @@ class FunctionCheck:
         capabilities = self._engine.capabilities()
         short, *longer = lengths_for(self._model, capabilities.max_model_length)
         found = self._agreed([self._judged(short, *range(TEXTS))])
-        found += self._agreed([self._judged(length, 0) for length in longer])
+        found += self._agreed([*self._long(longer)])
         for i, apart in enumerate(found):
             if i and apart.odd:
                 (again,) = self._agreed([self._judged(apart.tokens, 1)])
                 found[i] = again if again.odd != apart.odd else apart
         return found
+
+    def _long(self, lengths: Sequence[int]) -> Iterator[Apart]:
+        for length in lengths:
+            if not self._reaches(length):
+                continue
+            try:
+                yield self._judged(length, 0)
+            except torch.OutOfMemoryError:
+                logger.warning(
+                    "trainer and engine are not compared on %d tokens: it takes more memory than is free", length
+                )
+
+    def _reaches(self, length: int) -> bool:
+        """A sequence of this length can be compared; what is sampled is of the bare base before the first push only."""
+        is_bare = self._engine.version == 0 and self._engine.capabilities().gives_logprobs
+        if is_bare or length <= _most(_rows(bare_model(self._model))):
+            return True
+        logger.info("trainer and engine are not compared on %d tokens", length)
+        return False
 
     @staticmethod
     def _agreed(found: list[Apart]) -> list[Apart]:
@@ -188,24 +209,30 @@ class FunctionCheck:
 
     def _judged(self, length: int, *numbers: int) -> Apart:
         """Texts of one length as one; of all replicas the worst."""
+        if length > _most(_rows(bare_model(self._model))):
+            return self._continued(length, numbers[0])
         if (length, numbers) not in self._measured:
-            self._measured[length, numbers] = self._measure(length, numbers)
+            texts = [make_text(bare_model(self._model), self._tokenizer, length, number) for number in numbers]
+            self._measured[length, numbers] = self._measure(texts, min(TAIL, length - 1))
         ours = self._measured[length, numbers]
         with ranks().together("comparing what trainer and engine compute"):
             each = self._scored(ours.texts)
-        name, count = self._engine.capabilities().adapter_dtype, len(ours.exact) // len(numbers)
-        every = [
-            Apart.of(
-                length,
-                torch.tensor([row[-count:] for row in rows]).flatten(),
-                ours.trainer,
-                ours.exact,
-                ours.like,
-                name,
-            )
-            for rows in each
-        ]
+        count = len(ours.exact) // len(numbers)
+        every = [self._apart(length, [row[-count:] for row in rows], ours) for rows in each]
         return max(every, key=lambda apart: (bool(apart.odd), apart.engine))
+
+    def _continued(self, length: int, number: int) -> Apart:
+        """A text of which the engine samples the last `TAIL` tokens: of a longer prompt it does not make all logits."""
+        text = make_text(bare_model(self._model), self._tokenizer, length - TAIL, number)
+        with ranks().together("comparing what trainer and engine compute"):
+            rollout = self._engine.generate([text], SamplingSpec(TAIL, seed=number))
+        sampled = rollout.completion_ids[0]
+        return self._apart(length, rollout.logprobs, self._measure([text + sampled], len(sampled)))
+
+    def _apart(self, length: int, logprobs: Sequence[Sequence[float | None]], ours: Measured) -> Apart:
+        engine = torch.tensor([math.nan if each is None else each for row in logprobs for each in row])
+        name = self._engine.capabilities().adapter_dtype
+        return Apart.of(length, engine, ours.trainer, ours.exact, ours.like, name)
 
     def _scored(self, texts: list[list[int]]) -> list[list[list[float]]]:
         try:
@@ -215,11 +242,10 @@ class FunctionCheck:
         except NotImplementedError as error:
             raise NotComparedError(f"{self._engine.capabilities().name} does not score ({error!r})") from error
 
-    def _measure(self, length: int, numbers: Sequence[int]) -> Measured:
-        model, count = self._model, min(TAIL, length - 1)
+    def _measure(self, texts: list[list[int]], count: int) -> Measured:
+        model, length = self._model, len(texts[0])
         if is_sharded(model):
             raise NotComparedError("the weights of the model are sharded over processes")
-        texts = [make_text(bare_model(model), self._tokenizer, length, number) for number in numbers]
         with without_adapter(model), evaluating(model):
             with as_trained(model, self._autocast):
                 trainer = tail_logprobs(model, texts, count)
@@ -301,7 +327,7 @@ def lengths_of(config: Any) -> Iterator[tuple[str, int]]:
 def reach_of(config: Any) -> int:
     """Length of an engine, in tokens, that is started only to be compared on all lengths that matter."""
     longest = 1 + max((PLAIN, *(value + TAIL for _, value in lengths_of(config))))
-    longest = min(longest, 1 + _most(config.get_text_config().vocab_size))
+    longest = min(longest, 1 + max(_LONGEST, _most(config.get_text_config().vocab_size)))
     return min(longest, engine_positions(config) or longest)
 
 
@@ -320,17 +346,14 @@ def lengths_for(model: Any, max_model_length: int) -> list[int]:
         NotComparedError: no token would follow another.
     """
     base = bare_model(model)
-    most = min(max_model_length - 1, _most(_rows(base)))
-    if most < 2:
+    scored = min(max_model_length - 1, _most(_rows(base)))
+    if scored < 2:
         raise NotComparedError(f"the engine takes {max_model_length} tokens")
     wanted = {value + TAIL for _, value in lengths_of(base.config)}
-    reached = {length for length in wanted if length < most}
-    if any(length >= most for length in wanted):
-        reached.add(most)  # as far as it goes
-    beyond = [length for length in wanted if most < length < max_model_length]
-    if beyond:
-        logger.info("trainer and engine are compared on sequences of up to %d tokens, not of %s", most, sorted(beyond))
-    return sorted({min(TAIL + 1, most), min(PLAIN, most), *reached})
+    reached = {length for length in wanted if length < max_model_length and length <= max(scored, _LONGEST)}
+    if reached != wanted:
+        reached.add(scored)  # as far as it goes
+    return sorted({min(TAIL + 1, scored), min(PLAIN, scored), *reached})
 
 
 def _rows(base: Any) -> int:

@@ -9,11 +9,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from support import make_model
 from test_training import make
-from transformers import AttentionInterface, AttentionMaskInterface, AutoTokenizer
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer, MistralConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from qlora_rl import Canary, FakeEngine, LocalEngine, PolicyMismatchError, load_base, prepare_base
+from qlora_rl.sync import function_check
 from qlora_rl.sync.forward import NotComparedError, in_float32, tail_logprobs
 from qlora_rl.sync.function_check import (
     FACTOR,
@@ -96,6 +97,36 @@ def test_another_window_is_found_where_it_matters_and_its_field_is_named(model, 
     widen_window(model)
     with pytest.raises(PolicyMismatchError, match=r"of 160 tokens, not in those of 65 \(sliding_window=96\)"):
         FunctionCheck(model, engine).compare()
+
+
+def test_beyond_what_an_engine_may_score_it_samples_and_a_window_there_is_found_too(model, engine, monkeypatch):
+    monkeypatch.setattr(function_check, "PLAIN", 66)
+    monkeypatch.setattr(function_check, "_LOGITS", 1)
+    asked, generate = [], engine.generate
+    monkeypatch.setattr(
+        engine, "generate", lambda prompts, spec: asked.append(len(prompts[0])) or generate(prompts, spec)
+    )
+    found = FunctionCheck(model, engine).compare()
+    assert [apart.tokens for apart in found] == [TAIL + 1, 66, WINDOW + TAIL]
+    assert not any(apart.odd for apart in found)
+    assert asked == [WINDOW]
+    widen_window(model)
+    with pytest.raises(PolicyMismatchError, match=r"of 160 tokens, not in those of 66 \(sliding_window=96\)"):
+        FunctionCheck(model, engine).compare()
+
+
+def test_the_windows_of_real_models_are_reached():
+    """Of a vocabulary of 150,000 an engine would score 883 tokens."""
+    model = meta_mistral(vocab_size=151_936, sliding_window=4096)
+    assert lengths_for(model, 32_768) == [65, 512, 4160]
+    assert lengths_for(model, 4_000) == [65, 512, 883]
+    assert lengths_for(meta_mistral(vocab_size=151_936, sliding_window=20_000), 32_768) == [65, 512, 883]
+
+
+def meta_mistral(**fields):
+    shape = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1}
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(MistralConfig(**shape, num_hidden_layers=1, **fields))
 
 
 def test_a_trainer_whose_attention_drops_what_its_config_asks_for_is_named(model, engine):
