@@ -2,7 +2,17 @@
 
 import pytest
 
-from qlora_rl import AdapterSync, Canary, CanaryError, EngineBrokenError, FakeEngine, SamplingSpec, load_base
+from qlora_rl import (
+    AdapterSync,
+    Canary,
+    CanaryError,
+    EngineBrokenError,
+    FakeEngine,
+    PromptTooLongError,
+    SamplingSpec,
+    load_base,
+)
+from qlora_rl.base.unsupported_configs import Limit
 from qlora_rl.sync.transports import DirectoryTransport
 from qlora_rl.train.rollouts.bridge import EngineBridge
 
@@ -160,3 +170,11 @@ def test_an_engine_that_was_started_anew_in_a_rollout_is_given_the_policy_and_as
         return
     assert len(used.generate(PROMPTS)[1]) == 2
     assert verified == [engine.incarnation]
+
+
+def test_a_prompt_beyond_what_the_config_allows_is_told_why_no_engine_takes_it(parts):
+    limit = Limit(32, "vLLM rotates by the long factors of rope_scaling")
+    for given in (limit, None):
+        with pytest.raises(PromptTooLongError, match="max_model_length=32") as caught:
+            bridge(*parts, limit=given).generate([[40] * 32])
+        assert ("allows no more: beyond 32 tokens, vLLM rotates" in str(caught.value)) == (given is limit)

@@ -15,10 +15,11 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+from qlora_rl.base.unsupported_configs import Limit
 from qlora_rl.contracts import Rollout, RolloutEngine, SamplingSpec, SyncReport, SyncStrategy
 from qlora_rl.distributed import ranks
 from qlora_rl.engine.images import ImagePrompt
-from qlora_rl.errors import EngineBrokenError, EngineUnsupportedError, NotYetSupportedError
+from qlora_rl.errors import EngineBrokenError, EngineUnsupportedError, NotYetSupportedError, PromptTooLongError
 from qlora_rl.train.rollouts.endings import Endings
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ class EngineBridge:
             have sampled.
         seed: of the run.
         sleeps: the engine sleeps between rollouts.
+        limit: of the base's config, for the error of a prompt that is too long.
 
     Attributes:
         last: the newest rollout; RLOO of TRL drops its logprobs.
@@ -51,12 +53,14 @@ class EngineBridge:
         *,
         seed: int,
         sleeps: bool = False,
+        limit: Limit | None = None,
     ):
         self.engine = engine
         self.strategy = strategy
         self.sampling = sampling
         self.seed = seed
         self.sleeps = sleeps
+        self.limit = limit
         self.holds_two = engine.capabilities().holds_two
         self.gives_logprobs = engine.capabilities().gives_logprobs
         self._alone, self._counting = threading.Lock(), threading.Lock()
@@ -238,11 +242,17 @@ class EngineBridge:
         # What is sampled does not depend on how many processes share the batch: each has its part of the places.
         spec = dataclasses.replace(self.sampling, seed=seed, first_place=ranks().rank * width)
         with self.alone():
-            rollout = (
-                self.engine.generate(asked, spec)
-                if version is None
-                else self.engine.generate(asked, spec, version=version)
-            )
+            try:
+                rollout = (
+                    self.engine.generate(asked, spec)
+                    if version is None
+                    else self.engine.generate(asked, spec, version=version)
+                )
+            except PromptTooLongError as error:
+                if self.limit is None or self.engine.capabilities().max_model_length < self.limit.length:
+                    raise
+                why = f"This base allows no more: beyond {self.limit.length} tokens, {self.limit.why}."
+                raise PromptTooLongError(f"{error} {why}", reasons=error.reasons) from error
         with self._counting:
             self._tokens += rollout.tokens
             self._seconds += rollout.seconds

@@ -11,6 +11,7 @@ from typing import Any, cast
 from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.base.experts import directory_is_mixture
 from qlora_rl.base.model_classes import directory_takes_images, load_processor
+from qlora_rl.base.unsupported_configs import function_limit
 from qlora_rl.contracts import DenseEngine, RolloutEngine, SamplingSpec, SyncStrategy
 from qlora_rl.cpu_matmul import Float32Products
 from qlora_rl.distributed import ranks
@@ -188,9 +189,8 @@ def link_policy(
             else AdapterSync(model, engine, _transport(plan.transport, sync_dir, engine), canary)
         )
         can_sleep = engine.capabilities().can_sleep
-        bridge = EngineBridge(
-            engine, strategy, sampling, seed=args.seed, sleeps=args.vllm_enable_sleep_mode and can_sleep
-        )
+        sleeps, limit = args.vllm_enable_sleep_mode and can_sleep, function_limit(model.config)
+        bridge = EngineBridge(engine, strategy, sampling, seed=args.seed, sleeps=sleeps, limit=limit)
         logger.info("%s", plan)
         if canary is None:
             logger.warning(
