@@ -213,10 +213,11 @@ class Fuzzer:
         for method, path in self.routes:
             for _ in range(5):
                 self.ask(method, path)
-        # Pools of threads grow with what comes at once, up to a limit.
+        # Pools of threads grow with what comes at once, up to a limit; vLLM has one for grammars alone.
+        spec = {"max_tokens": 2}
+        right = [json.dumps({"prompts": [[40, 41]], "sampling": each}) for each in (spec, {**spec, "regex": "[0-9]+"})]
         with ThreadPoolExecutor(32) as crowd:
-            right = {"prompts": [[40, 41]], "sampling": {"max_tokens": 2}}
-            list(crowd.map(lambda _: self.send("POST", f"{OWN}/generate", {}, json.dumps(right).encode()), range(64)))
+            list(crowd.map(lambda body: self.send("POST", f"{OWN}/generate", {}, body.encode()), right * 32))
         self.counts.by_status.clear()
         self.counts.before = self.held()
         started = time.monotonic()
