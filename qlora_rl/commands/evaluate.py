@@ -1,4 +1,4 @@
-"""`qlora-rl eval`: rewards before and after."""
+"""`qlora-rl eval`: rewards before and after a run, or of the base alone, before it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,21 @@ from qlora_rl.commands.codes import COUNT, NOT_NEGATIVE, SHARE, UsageError, exis
 def add(commands: Any) -> None:
     """The command's arguments."""
     evaluate = commands.add_parser("eval", help="compare the rewards of base and policy on the same prompts")
-    evaluate.add_argument("trained", type=existing, metavar="RUN", help="run directory, or a checkpoint in it")
+    evaluate.add_argument(
+        "trained",
+        type=existing,
+        metavar="RUN",
+        help="run directory, or a checkpoint in it; or run.toml before it is trained: what the base answers, sampled "
+        "as in training, and whether its rewards leave something to learn",
+    )
+    evaluate.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="TABLE.FIELD=VALUE",
+        help="overrides a run.toml",
+    )
     evaluate.add_argument(
         "--data",
         type=existing,
@@ -30,16 +44,22 @@ def add(commands: Any) -> None:
     evaluate.add_argument(
         "--column", metavar="NAME", help="column with the references, for built-in rewards (default: theirs)"
     )
-    evaluate.add_argument("--samples", type=COUNT, default=1, metavar="G", help="completions per prompt (default: 1)")
-    evaluate.add_argument("--limit", type=COUNT, metavar="N", help="only the first N prompts")
+    evaluate.add_argument(
+        "--samples", type=COUNT, metavar="G", help="completions per prompt (default: 1; of a run.toml 8)"
+    )
+    evaluate.add_argument(
+        "--limit", type=COUNT, metavar="N", help="only the first N prompts (default: all; of a run.toml 16)"
+    )
     evaluate.add_argument(
         "--max-tokens",
         type=COUNT,
         metavar="N",
         help="longest completion, in tokens (default: as in the run's training; 256 where it sampled nothing)",
     )
-    evaluate.add_argument("--temperature", type=NOT_NEGATIVE, default=0.0, metavar="T", help="(default: 0, greedy)")
-    evaluate.add_argument("--top-p", type=SHARE, default=1.0, metavar="P", help="(default: %(default)s)")
+    evaluate.add_argument(
+        "--temperature", type=NOT_NEGATIVE, metavar="T", help="(default: 0, greedy; of a run.toml that of [train])"
+    )
+    evaluate.add_argument("--top-p", type=SHARE, metavar="P", help="(default: 1; of a run.toml that of [train])")
     evaluate.add_argument("--seed", type=int, default=0, metavar="N", help="sampling seed (default: %(default)s)")
     evaluate.add_argument("--base", type=existing, metavar="DIR", help="the base directory, if it was moved")
     evaluate.add_argument("--no-save", action="store_true", help="write no eval.json into the run directory")
@@ -52,6 +72,11 @@ def run(arguments: argparse.Namespace) -> int:
     import json
 
     from qlora_rl.contracts import SamplingSpec
+
+    if arguments.trained.is_file():
+        return _look(arguments)
+    if arguments.overrides:
+        raise UsageError(f"evaluating: --set changes a run.toml, and {arguments.trained} is a run. Leave it out.")
     from qlora_rl.rewards.load import built_in, load_reward
 
     columns = {"column": arguments.column} if arguments.column else {}
@@ -78,10 +103,76 @@ def run(arguments: argparse.Namespace) -> int:
         rows, source = open_images(given, trained.data, arguments.data.parent), arguments.data.name
     named = _by_name(rewards)
     max_tokens = arguments.max_tokens or trained.max_tokens
-    sampling = SamplingSpec(max_tokens, arguments.temperature, arguments.top_p, seed=arguments.seed)
-    found = evaluate(trained, rows, named, samples=arguments.samples, sampling=sampling, are_as_trained=given is None)
+    temperature = 0.0 if arguments.temperature is None else arguments.temperature
+    top_p = 1.0 if arguments.top_p is None else arguments.top_p
+    sampling = SamplingSpec(max_tokens, temperature, top_p, seed=arguments.seed)
+    samples, is_ready = arguments.samples or 1, given is None
+    found = evaluate(trained, rows, named, samples=samples, sampling=sampling, are_as_trained=is_ready)
     if not arguments.no_save:
         save(found, trained, {"data": source, "rewards": list(named)})
+    print(json.dumps(found.as_dict(), indent=1) if arguments.json else found)
+    return 0
+
+
+def _look(arguments: argparse.Namespace) -> int:
+    """Ask the base of a file that is not trained yet."""
+    import json
+
+    from qlora_rl.demo.job import quieten
+    from qlora_rl.engine.loading import loading
+
+    given = {"--data": arguments.data, "--reward": arguments.reward, "--base": arguments.base}
+    if wrong := [name for name, value in given.items() if value]:
+        raise UsageError(
+            f"evaluating: {arguments.trained} names its data, rewards and base. Leave {', '.join(wrong)} out, or use "
+            "--set."
+        )
+    with loading("qlora_rl.adapter.initialization"):
+        quieten()
+        import datasets
+
+        datasets.disable_progress_bars()
+        from qlora_rl.config.data import TEMPLATE_COLUMN, load_data
+        from qlora_rl.config.launch import check_model, check_talks, load_tokenizer, make_base, trl_config
+        from qlora_rl.config.read import read_config
+        from qlora_rl.config.rewards import load_reward
+        from qlora_rl.config.schema import METHODS
+        from qlora_rl.contracts import SamplingSpec
+        from qlora_rl.inference.first_look import look_at_base
+        from qlora_rl.stages import begin
+        from qlora_rl.train.metrics.rewards import check_signature
+
+        config = read_config(arguments.trained, arguments.overrides)
+    if not METHODS[config.method].samples or not config.rewards or config.tools.use or config.environment.use:
+        raise UsageError(
+            f"evaluating: {arguments.trained} is no run whose base can be asked: that takes a method that samples, "
+            "with rewards, and without tools or environments. `qlora-rl data` shows its rows."
+        )
+    check_model(config)
+    args = trl_config(config)
+    begin("reading the data")
+    train, held_out = load_data(config.data, has_template_field=hasattr(args, TEMPLATE_COLUMN))
+    rows = train if held_out is None else held_out
+    rows = rows.select(range(min(len(rows), arguments.limit or 16)))
+    if config.data.format == "chat":
+        check_talks(config, load_tokenizer(config), rows)
+    rewards = [load_reward(each) for each in config.rewards]
+    for each in rewards:
+        check_signature(each, rows.column_names)
+    asked = {"temperature": arguments.temperature, "top_p": arguments.top_p, "max_tokens": arguments.max_tokens}
+    own = {name: getattr(args, name, None) for name in (*asked, "top_k", "min_p", "repetition_penalty")}
+    own["max_tokens"] = getattr(args, "max_completion_length", None) or getattr(args, "max_new_tokens", None)
+    chosen = own | {name: value for name, value in asked.items() if value is not None}
+    sampling = SamplingSpec(**{name: value for name, value in chosen.items() if value is not None}, seed=arguments.seed)
+    found = look_at_base(
+        make_base(config),
+        list(rows),
+        _by_name(rewards),
+        sampling,
+        samples=arguments.samples or 8,
+        template=config.data.chat_template_kwargs,
+        weights=[each.weight for each in config.rewards],
+    )
     print(json.dumps(found.as_dict(), indent=1) if arguments.json else found)
     return 0
 

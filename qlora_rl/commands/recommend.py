@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.out is None:
             print(text, end="")
         else:
-            _write(arguments.out, text)
+            _write(arguments.out, text, asks_base=arguments.task in ("grpo", "rloo"))
     else:
         print(json.dumps(advice.as_dict(), indent=1, default=str) if arguments.json else advice)
     return 0 if advice.fits else DOES_NOT_FIT
@@ -138,14 +138,14 @@ def _command(arguments: argparse.Namespace) -> str:
     return shlex.join([*words, *(["--trust-remote-code"] if arguments.trust_remote_code else []), *form])
 
 
-def _write(file: Path, text: str) -> None:
+def _write(file: Path, text: str, *, asks_base: bool) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"recommending settings: {file} cannot be written: {error.strerror}.") from error
-    print(
-        f"  run file: {file}\n"
-        f"  to look at its prompts: qlora-rl data {shlex.quote(str(file))}\n"
-        f"  to train: qlora-rl train {shlex.quote(str(file))}"
-    )
+    name = shlex.quote(str(file))
+    print(f"  run file: {file}\n  to look at its prompts: qlora-rl data {name}")
+    if asks_base:
+        print(f"  to see how the base's answers are scored: qlora-rl eval {name}")
+    print(f"  to train: qlora-rl train {name}")

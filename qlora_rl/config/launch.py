@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import qlora_rl
 from qlora_rl.base.hub import hub_reachable, is_local, why_missing
@@ -24,6 +24,10 @@ from qlora_rl.config.write import value
 from qlora_rl.distributed import join, ranks
 from qlora_rl.errors import AdapterRejectedError, ConfigConflictError, NotYetSupportedError, collected
 from qlora_rl.stages import begin
+
+if TYPE_CHECKING:
+    from qlora_rl.base.checkpoint import PreparedBase
+    from qlora_rl.base.quant import QuantSpec
 
 logger = logging.getLogger(__name__)
 
@@ -414,31 +418,28 @@ def _new_lora(config: RunConfig) -> Any:
     return make_lora({each.name: getattr(adapter, each.name) for each in fields(Adapter) if each.name not in _OURS})
 
 
-def _model(config: RunConfig, args: Any) -> tuple[Any, Any]:
-    """What the trainer takes as model= and peft_config=."""
-    from qlora_rl.adapter.factory import open_adapter
-    from qlora_rl.adapter.verdict import judge_adapter
-    from qlora_rl.base.checkpoint import load_base, prepare_base
+def _spec(config: RunConfig) -> QuantSpec:
     from qlora_rl.base.quant import QuantSpec
-    from qlora_rl.train.setup.methods import check_memory
 
-    held, adapter = config.base, config.adapter
-    spec = QuantSpec(
+    held = config.base
+    skipped = tuple(sorted(held.skip_modules))
+    return QuantSpec(
         held.quant,
         held.double_quant,
         held.blocksize,
         held.compute_dtype,
-        tuple(sorted(held.skip_modules)),
+        skipped,
         held.quantize_experts,
         held.quantize_tower,
     )
-    lora = _new_lora(config)
-    if lora is not None and config.method in PLANNED and config.run.gpu_memory != "auto":
-        quantization = spec.transformers_config() if spec.is_4bit else {"load_in_4bit": False}
-        quantization |= {"quantize_experts": spec.quantize_experts, "quantize_tower": spec.quantize_tower}
-        ours, rests = trainer_arguments(config), config.method != "async_grpo"
-        check_memory(held.model, args, quantization, lora, ours, rests=rests)
-    base = prepare_base(
+
+
+def make_base(config: RunConfig) -> PreparedBase:
+    """[base] of a run, prepared where it is not yet."""
+    from qlora_rl.base.checkpoint import prepare_base
+
+    held, spec = config.base, _spec(config)
+    return prepare_base(
         held.model,
         spec.quant_type,
         double_quant=spec.double_quant,
@@ -450,6 +451,23 @@ def _model(config: RunConfig, args: Any) -> tuple[Any, Any]:
         revision=held.revision,
         trust_remote_code=held.trust_remote_code,
     )
+
+
+def _model(config: RunConfig, args: Any) -> tuple[Any, Any]:
+    """What the trainer takes as model= and peft_config=."""
+    from qlora_rl.adapter.factory import open_adapter
+    from qlora_rl.adapter.verdict import judge_adapter
+    from qlora_rl.base.checkpoint import load_base
+    from qlora_rl.train.setup.methods import check_memory
+
+    held, adapter = config.base, config.adapter
+    spec, lora = _spec(config), _new_lora(config)
+    if lora is not None and config.method in PLANNED and config.run.gpu_memory != "auto":
+        quantization = spec.transformers_config() if spec.is_4bit else {"load_in_4bit": False}
+        quantization |= {"quantize_experts": spec.quantize_experts, "quantize_tower": spec.quantize_tower}
+        ours, rests = trainer_arguments(config), config.method != "async_grpo"
+        check_memory(held.model, args, quantization, lora, ours, rests=rests)
+    base = make_base(config)
     if adapter.start_from is None:
         return base, lora
     doing = f"reading [adapter] start_from = {adapter.start_from!r}"

@@ -18,13 +18,14 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, cast
 
+from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.base.model_classes import load_processor
 from qlora_rl.base.unsupported_configs import engine_positions
 from qlora_rl.config.data import read_file
 from qlora_rl.config.paths import DATA_FILES
 from qlora_rl.contracts import SamplingSpec
 from qlora_rl.cpu_features import warn_of_crowd
-from qlora_rl.engine.images import Prompt, token_ids
+from qlora_rl.engine.images import token_ids
 from qlora_rl.errors import ConfigConflictError, RunDirectoryError
 from qlora_rl.image_io import as_thumbnails
 from qlora_rl.inference.prompts import with_images
@@ -57,6 +58,27 @@ class Compared:
     base: Mean
     policy: Mean
     difference: Mean
+
+
+@dataclass(frozen=True)
+class Side:
+    """What one policy answers, P·G completions, those of a prompt together.
+
+    Attributes:
+        texts: without special tokens.
+        rewards: by name of the reward function; `None`: not scored.
+        length: mean tokens of a completion.
+        cut_off: share of the completions that were cut off at the limit.
+    """
+
+    texts: list[str]
+    rewards: dict[str, list[float | None]]
+    length: float
+    cut_off: float
+
+
+# Asks one policy all prompts: whose answers they are (for people), reward functions by name, completions per prompt.
+Ask = Callable[[str, Mapping[str, Callable[..., Any]], int], Side]
 
 
 @dataclass(frozen=True)
@@ -141,9 +163,7 @@ def evaluate(
             asked for, which would be equal.
         RewardFunctionError: a reward function raised, or returned nonsense.
     """
-    import torch
-
-    from qlora_rl.train.metrics.rewards import check_signature, guard
+    from qlora_rl.train.metrics.rewards import check_signature
 
     sampling = replace(
         sampling or SamplingSpec(trained.max_tokens, temperature=0.0, seed=0), stop_token_ids=trained.ends
@@ -166,35 +186,18 @@ def evaluate(
         )
     for name, reward in rewards.items():
         check_signature(reward, [column for row in rows for column in row], name)
-    guarded = {name: guard(reward, name) for name, reward in rewards.items()}
-    asked = [dict(row) for row in rows for _ in range(samples)]
-    if not torch.cuda.is_available():
-        warn_of_crowd()
-    with both_sides(trained, rows, sampling, engine_options or {}) as (tokenizer, ids, sides):
-        sampled = []
-        for whose, serve in zip(("base", "policy"), sides, strict=True):
-            engine = serve()
-            begin(f"sampling from the {whose}: {len(ids) * samples} completions")
-            sampled.append(engine.generate([each for each in ids for _ in range(samples)], sampling).completion_ids)
-        positions = engine.capabilities().max_model_length
-    lengths = [len(token_ids(each)) for each in ids for _ in range(samples)]
-    ends = _ends(trained.base.path, tokenizer) | set(trained.ends)
-    cut_off = [share_cut_off(lengths, side, ends, sampling.max_tokens, positions) for side in sampled]
-    begin("calling the rewards")
-    texts = [tokenizer.batch_decode(completions, skip_special_tokens=True) for completions in sampled]
-    scored = [
-        {name: _score(reward, asked, side_texts, side_ids) for name, reward in guarded.items()}
-        for side_texts, side_ids in zip(texts, sampled, strict=True)
-    ]
-    compared = {name: compare(scored[0][name], scored[1][name], samples, name) for name in guarded}
+    with both_sides(trained, rows, sampling, engine_options or {}) as (ask, serve_policy):
+        base = ask("base", rewards, samples)
+        serve_policy()
+        policy = ask("policy", rewards, samples)
     return Evaluation(
-        rewards=compared,
-        lengths=(fmean(map(len, sampled[0])), fmean(map(len, sampled[1]))),
-        cut_off=(cut_off[0], cut_off[1]),
+        rewards={name: compare(base.rewards[name], policy.rewards[name], samples, name) for name in rewards},
+        lengths=(base.length, policy.length),
+        cut_off=(base.cut_off, policy.cut_off),
         prompts=len(rows),
         samples=samples,
         sampling=sampling,
-        rows=_kept(rows, texts, scored, samples),
+        rows=_kept(rows, base, policy, samples),
     )
 
 
@@ -290,45 +293,83 @@ def read_rows(file: str | os.PathLike[str], limit: int | None = None) -> list[di
 
 
 @contextmanager
-def both_sides(
-    trained: TrainedRun, rows: Sequence[Mapping[str, Any]], sampling: SamplingSpec, options: Mapping[str, Any]
-) -> Iterator[tuple[Any, list[Prompt], list[Callable[[], Any]]]]:
-    """One engine for base and policy: its tokenizer, the prompts as ids, and what makes it serve the one, then the
-    other."""
+def asking(
+    base: PreparedBase,
+    rows: Sequence[Mapping[str, Any]],
+    sampling: SamplingSpec,
+    template: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> Iterator[tuple[Any, Ask]]:
+    """An engine on the base, long enough for these rows, and what asks it all of them.
+
+    Args:
+        base: prepared.
+        rows: each with a "prompt".
+        sampling: of all completions.
+        template: further arguments of the chat template.
+        options: of `LocalEngine`.
+    """
+    import torch
     from transformers import AutoConfig
 
+    from qlora_rl.engine.local import LocalEngine
+    from qlora_rl.inference.prompts import encode
+    from qlora_rl.train.metrics.rewards import guard
+
+    if not torch.cuda.is_available():
+        warn_of_crowd()
+    tokenizer = load_processor(base.path)
+    ids = [encode(tokenizer, _with_images(row), **template) for row in rows]
+    lengths = [len(token_ids(each)) for each in ids]
+    length = min(max(lengths) + sampling.max_tokens, engine_positions(AutoConfig.from_pretrained(base.path)))
+    ends = _ends(base.path, tokenizer) | set(sampling.stop_token_ids)
+    begin("starting vLLM on the base")
+    with LocalEngine(base, **{"max_model_length": length, "use_tqdm_on_load": False} | dict(options)) as engine:
+
+        def ask(whose: str, rewards: Mapping[str, Callable[..., Any]], samples: int) -> Side:
+            begin(f"sampling from the {whose}: {len(ids) * samples} completions")
+            found = engine.generate([each for each in ids for _ in range(samples)], sampling).completion_ids
+            begin("calling the rewards")
+            texts = tokenizer.batch_decode(found, skip_special_tokens=True)
+            asked = [dict(row) for row in rows for _ in range(samples)]
+            scores = {name: _score(guard(each, name), asked, texts, found) for name, each in rewards.items()}
+            positions = engine.capabilities().max_model_length
+            prompts = [each for each in lengths for _ in range(samples)]
+            cut_off = share_cut_off(prompts, found, ends, sampling.max_tokens, positions)
+            return Side(texts, scores, fmean(map(len, found)), cut_off)
+
+        yield engine, ask
+
+
+@contextmanager
+def both_sides(
+    trained: TrainedRun, rows: Sequence[Mapping[str, Any]], sampling: SamplingSpec, options: Mapping[str, Any]
+) -> Iterator[tuple[Ask, Callable[[], None]]]:
+    """One engine for base and policy: what asks it, at first the base, and what makes it serve the policy."""
     from qlora_rl.adapter.export import read_adapter
     from qlora_rl.adapter.merged_weights import iter_weights
     from qlora_rl.adapter.store import write_adapter
     from qlora_rl.adapter.verdict import judge_adapter
     from qlora_rl.base.bake import bake_base
-    from qlora_rl.engine.local import LocalEngine
-    from qlora_rl.inference.prompts import encode
 
     base = trained.base
     verdict = judge_adapter(trained.adapter, base=base) if trained.adapter is not None else None
-    tokenizer = load_processor(base.path)
-    ids = [encode(tokenizer, _with_images(row), **trained.template_kwargs) for row in rows]
-    limit = engine_positions(AutoConfig.from_pretrained(base.path))
-    length = min(max(len(token_ids(each)) for each in ids) + sampling.max_tokens, limit)
     bundle = read_adapter(trained.adapter, base) if verdict else None
     held = base if bundle is not None or not base.spec.is_4bit else bake_base(base)
-    start = {"max_model_length": length, "max_lora_rank": bundle.rank if bundle else 0, "use_tqdm_on_load": False}
-    begin("starting vLLM on the base")
+    options = {"max_lora_rank": bundle.rank if bundle else 0, **options}
     with (
         tempfile.TemporaryDirectory(prefix="qlora-rl-eval-") as directory,
-        LocalEngine(held, **start | dict(options)) as engine,
+        asking(held, rows, sampling, trained.template_kwargs, options) as (engine, ask),
     ):
 
-        def policy() -> Any:
+        def serve_policy() -> None:
             if bundle is not None:
                 write_adapter(bundle, Path(directory))
                 engine.load_adapter(Path(directory), 1)
             else:
                 engine.load_dense(iter_weights(trained.load(), dtype=held.spec.dtype), 1)
-            return engine
 
-        yield tokenizer, ids, [lambda: engine, policy]
+        yield ask, serve_policy
 
 
 def _ends(base: Path, tokenizer: Any) -> set[int]:
@@ -374,26 +415,35 @@ def _per_prompt(rewards: Sequence[float | None], samples: int) -> list[float | N
     return [fmean(values) if values else None for values in known]
 
 
+def mean_of(rewards: Sequence[float | None], samples: int, name: str = "reward") -> Mean:
+    """Mean over prompts of the P·G rewards of one side; `None` is left out.
+
+    Raises:
+        ConfigConflictError: not one reward is a number.
+    """
+    found = [each for each in _per_prompt(rewards, samples) if each is not None]
+    if not found:
+        raise ConfigConflictError(
+            f"evaluating: {name} returned no number for any prompt. Check the columns that it reads."
+        )
+    return _mean(found)
+
+
 def _mean(values: Sequence[float]) -> Mean:
     error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
     return Mean(fmean(values), error, len(values))
 
 
-def _kept(
-    rows: Sequence[Mapping[str, Any]], texts: Sequence[Sequence[str]], scored: Sequence[Mapping[str, Any]], samples: int
-) -> list[dict[str, Any]]:
+def _kept(rows: Sequence[Mapping[str, Any]], base: Side, policy: Side, samples: int) -> list[dict[str, Any]]:
     """The first completion of some prompts, evenly chosen, with the rewards of both sides."""
     step = max(1, len(rows) // _SAMPLES_KEPT)
     kept = []
     for i in list(range(0, len(rows), step))[:_SAMPLES_KEPT]:
-        at = i * samples
-        rewards = [{name: values[at] for name, values in side.items()} for side in scored]
-        answer = {"answer": rows[i]["answer"]} if "answer" in rows[i] else {}
-        sides = {
-            "before": texts[0][at],
-            "after": texts[1][at],
-            "before_rewards": rewards[0],
-            "after_rewards": rewards[1],
-        }
-        kept.append({"prompt": as_thumbnails(_with_images(rows[i])), **answer, **sides})
+        row: dict[str, Any] = {"prompt": as_thumbnails(_with_images(rows[i]))}
+        if "answer" in rows[i]:
+            row["answer"] = rows[i]["answer"]
+        for when, side in (("before", base), ("after", policy)):
+            row[when] = side.texts[i * samples]
+            row[f"{when}_rewards"] = {name: values[i * samples] for name, values in side.rewards.items()}
+        kept.append(row)
     return kept

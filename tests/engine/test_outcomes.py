@@ -167,3 +167,46 @@ def test_what_cannot_be_evaluated_is_rejected_before_an_engine_starts(run):
         evaluate(trained, [{"question": "1"}], {"by_text": by_text})
     with pytest.raises(ConfigConflictError, match="at temperature 0 are all equal"):
         evaluate(trained, [{"prompt": "1"}], {"by_text": by_text}, samples=2)
+
+
+def test_before_a_run_its_file_says_what_the_base_answers_and_whether_the_rewards_teach(base, tmp_path, capsys):
+    rows = [{"prompt": f"{10 + i}+{11 + i}=", "answer": str(21 + 2 * i)} for i in range(3)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "mine.py").write_text(
+        "def by_text(completions, **_):\n    return [float(sum(map(ord, text)) % 97) for text in completions]\n"
+        "def never(completions, **_):\n    return [0.0] * len(completions)\n"
+    )
+    file = tmp_path / "run.toml"
+    file.write_text(
+        f"""method = "grpo"
+[base]
+model = {json.dumps(str(base.path))}
+[data]
+train = "data.jsonl"
+[[rewards]]
+use = "mine.py:never"
+[[rewards]]
+use = "mine.py:by_text"
+weight = 0.5
+[train]
+max_completion_length = 8
+"""
+    )
+    command = ["eval", str(file), "--samples", "4", "--json"]
+    assert main(command) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["prompts"], found["samples"], found["sampling"]["temperature"]) == (3, 4, 1.0)
+    assert found["sampling"]["max_tokens"] == 8
+    texts = [[each["text"] for each in row["completions"]] for row in found["rows"]]
+    assert len({text for group in texts for text in group}) > 3
+    sums = [[0.5 * value for value in by_text(group)] for group in texts]
+    assert [[each["reward"] for each in row["completions"]] for row in found["rows"]] == sums
+    assert all(group == sorted(group, reverse=True) for group in sums)
+    assert found["teaching"] == sum(len(set(group)) > 1 for group in sums) > 0
+    assert found["rewards"]["by_text"]["value"] == pytest.approx(2 * fmean(map(fmean, sums)))
+    assert found["rewards"]["never"]["value"] == 0
+    command = ["eval", str(file), "--samples", "2", "--limit", "1", "--set", "rewards.1.weight=0"]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "1 prompts, 2 completions each" in said
+    assert "nothing to learn from" in said

@@ -17,6 +17,7 @@ from qlora_rl.config.write import to_toml
 from qlora_rl.cpu_features import SETTING
 from qlora_rl.inference.chat import Conversation
 from qlora_rl.inference.evaluation import Compared, Evaluation, Mean, compare, evaluate, read_rows, save, share_cut_off
+from qlora_rl.inference.first_look import FirstLook
 from qlora_rl.inference.rows import as_trained
 from qlora_rl.inference.sampling import choose, precision
 from qlora_rl.report import write_report
@@ -504,3 +505,28 @@ def test_where_bf16_is_slow_a_policy_is_computed_in_float32_as_it_was_trained(mo
     assert cpu_matmul._claims[torch.bfloat16] == before
     with precision(model, autocast, tokens=1):  # a vector is multiplied fast as it is
         assert cpu_matmul._claims[torch.bfloat16] == before
+
+
+@pytest.mark.parametrize(
+    ("rewards", "says"),
+    [
+        ([[1, 0], [0, 0]], "1 of 2 prompts"),
+        ([[1, 1], [0, 0]], "Raise the temperature"),
+        ([[0, 0], [0, 0]], "Every completion has the reward 0"),
+    ],
+)
+def test_a_look_at_the_base_says_whether_there_is_something_to_learn_from(rewards, says):
+    rows = [{"prompt": "p", "completions": [{"text": "t", "reward": r} for r in group]} for group in rewards]
+    teaching = sum(len(set(group)) > 1 for group in rewards)
+    look = FirstLook({"r": Mean(0.25, None, 2)}, teaching, 3.0, 0.0, 2, 2, SamplingSpec(8), rows)
+    assert says in str(look)
+
+
+def test_of_a_file_only_a_run_that_samples_is_asked(tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    file = tmp_path / "run.toml"
+    file.write_text(f'method = "sft"\n[base]\nmodel = "{tmp_path}"\n[data]\ntrain = "rows.jsonl"\n')
+    assert main(["eval", str(file), "--reward", "exact"]) == 2
+    assert "names its data, rewards and base" in capsys.readouterr().err
+    assert main(["eval", str(file)]) == 2
+    assert "takes a method that samples" in capsys.readouterr().err
