@@ -20,7 +20,6 @@ from qlora_rl.base.writer import check_vocabulary
 from qlora_rl.contracts import RolloutEngine, SamplingSpec
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, collected
 from qlora_rl.fidelity import CORRECTION
-from qlora_rl.train.metrics.rewards import OF_TRL
 
 if TYPE_CHECKING:
     from trl import GRPOConfig
@@ -53,6 +52,8 @@ _OWN_SAMPLING = {
     "logprobs": "those of the sampled tokens are needed, no others",
     "output_kind": "whole completions are needed",
 }
+# Arguments that TRL gives reward functions itself: a column of that name is given twice (the first two), or is lost.
+OF_REWARDS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
 # Columns that hold conversations.
 _SAID = ("prompt", "completion", "chosen", "rejected", "messages")
 _LOOKED_AT = 10_000  # rows whose messages are looked at
@@ -284,7 +285,7 @@ def check_prompts(args: Any, *datasets: Any) -> None:
     """
     for part in _parts(datasets):
         columns = getattr(part, "column_names", None)
-        taken = [name for name in OF_TRL if name in (columns or ())]
+        taken = [name for name in OF_REWARDS if name in (columns or ())]
         if taken and not args.remove_unused_columns:
             raise ConfigConflictError(
                 f"reading the dataset: its columns {', '.join(taken)} have names of arguments that TRL gives reward "
