@@ -17,7 +17,7 @@ import torch
 from qlora_rl.base.experts import Names, is_expert_matrix, naming_of, routers_of
 from qlora_rl.base.model_classes import directory_takes_images, vision_parts
 from qlora_rl.base.quant import QuantSpec, plain_name, quantize_linear
-from qlora_rl.documents import printable
+from qlora_rl.documents import printable, read_object
 from qlora_rl.errors import BaseIncompleteError, ConfigConflictError, UnsupportedQuantError
 
 if TYPE_CHECKING:
@@ -86,17 +86,17 @@ def write_checkpoint(model: PreTrainedModel, spec: QuantSpec, directory: Path, *
     config.pop("_name_or_path", None)
     config.pop("quantization_config", None)
     config["dtype"] = spec.compute_dtype
-    if not config.get("architectures"):  # of a model made from a config; vLLM finds its class by them
-        config["architectures"] = [type(model).__name__]
+    # By them vLLM finds its class. A checkpoint's may name another one: a model without its head, a classifier.
+    config["architectures"] = [type(model).__name__]
     if spec.is_4bit:
         skipped = _skipped(model, plain, tensors, spec.skip_modules if not is_quantized else None)
         config["quantization_config"] = replace(spec, skip_modules=skipped).transformers_config()
     (directory / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True, default=str))
     if model.generation_config is not None:
-        _valid(model.generation_config).save_pretrained(directory)
+        valid_generation(model.generation_config).save_pretrained(directory)
 
 
-def _valid(given: GenerationConfig) -> GenerationConfig:
+def valid_generation(given: GenerationConfig) -> GenerationConfig:
     """A generation config without what transformers reads, and then does not write: sampling flags with
     do_sample=False, a padding id of -1."""
     from transformers import GenerationConfig
@@ -116,9 +116,23 @@ def _valid(given: GenerationConfig) -> GenerationConfig:
             setattr(valid, name, before)
             dropped[name] = fields[name]
     logger.warning(
-        "generation_config.json without %s: transformers writes no such file, as they have no effect in it", dropped
+        "generation config without %s: transformers writes no such file, as they have no effect in it", dropped
     )
     return valid
+
+
+def write_ends(base: Path, ends: Sequence[int], directory: Path) -> bool:
+    """Write a base's generation_config.json with further tokens that end a completion; `False` where it has them all,
+    and nothing is written."""
+    file = base / "generation_config.json"
+    config = read_object(file) if file.is_file() else {}
+    held = config.get("eos_token_id")
+    known = [] if held is None else held if isinstance(held, list) else [held]
+    if not (more := sorted({*ends} - {*known})):
+        return False
+    config["eos_token_id"] = [*known, *more]
+    (directory / file.name).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    return True
 
 
 def _skipped(

@@ -90,13 +90,13 @@ def run(arguments: argparse.Namespace) -> int:
     with loading():
         from qlora_rl.engine.server import serve
     if ((given / CONFIG).is_file() and not (given / MANIFEST).is_file()) or (given / ADAPTER_CONFIG).is_file():
-        given, options["adapter"] = _trained(given)
+        given, options["adapter"], options["ends"] = _trained(given)
     serve(given, alone=True, **options)
     return 0
 
 
-def _trained(run: Path) -> tuple[Path, Path]:
-    """The base of a run, checked, and the adapter on it.
+def _trained(run: Path) -> tuple[Path, Path, list[int]]:
+    """The base of a run, checked, the adapter on it, and what ends a completion of it.
 
     Raises:
         ConfigConflictError: there is no adapter.
@@ -114,4 +114,4 @@ def _trained(run: Path) -> tuple[Path, Path]:
         )
     if trained.data is not None and (said := trained.data.system_prompt):
         remark(f"the run was trained with a system prompt, which clients have to send as the first message: {said!r}")
-    return trained.base.path, trained.adapter
+    return trained.base.path, trained.adapter, trained.ends

@@ -69,6 +69,7 @@ class Witness:
         tokens: to sample for each prompt, at most.
         autocast: torch name of the dtype under which the policy is asked; `None`: as it is.
         seed: of the sampling.
+        ends: tokens that end a completion, besides those of the policy's generation config.
 
     Attributes:
         rounding: mean KL of the policy to its own float32 forward pass, in nats per token: what 16 bits cost this
@@ -83,10 +84,11 @@ class Witness:
         tokens: int = 24,
         autocast: str | None = None,
         seed: int = 0,
+        ends: Iterable[int] = (),
     ):
         if next(policy.parameters()).device.type == "cpu":
             warn_of_crowd()
-        self._cases = _sampled(policy, prompts, tokens, autocast, seed)
+        self._cases = _sampled(policy, prompts, tokens, autocast, seed, {*ends})
         with precision(policy, autocast):
             self._logprobs_NV = list(_logprobs(policy, self._cases))
         self.rounding = 0.0
@@ -194,14 +196,14 @@ def _prompts_of(rows: Any) -> list[Any]:
 
 @torch.no_grad()
 def _sampled(
-    policy: Any, prompts: Sequence[Sequence[int]], tokens: int, autocast: str | None, seed: int
+    policy: Any, prompts: Sequence[Sequence[int]], tokens: int, autocast: str | None, seed: int, more: set[int]
 ) -> list[tuple[list[int], int]]:
     """Each prompt with what the policy says after it, and the length of the prompt; all are sampled at once."""
     device, longest = next(policy.parameters()).device, max(map(len, prompts))
     ids_BT = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     mask_BT = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
     room = policy.config.get_text_config().max_position_embeddings - longest
-    base, ends, cases = bare_model(policy), end_tokens(policy.generation_config), []
+    base, ends, cases = bare_model(policy), end_tokens(policy.generation_config) | more, []
     # What a checkpoint says of sampling (a penalty, beams, a filter) would be sampled with, too.
     own, base.generation_config = base.generation_config, GenerationConfig(eos_token_id=[*ends - {None}] or None)
     try:

@@ -92,7 +92,16 @@ def check_gguf(base: str | os.PathLike[str], *, is_adapter: bool = False) -> Non
         raise collected(_DOING, [f"{reason}. {out}" for reason in reasons], NotYetSupportedError)
 
 
-def write_gguf(model: Any, base: PreparedBase, tokenizer: Any, file: Path, dtype: str, *, name: str) -> None:
+def write_gguf(
+    model: Any,
+    base: PreparedBase,
+    tokenizer: Any,
+    file: Path,
+    dtype: str,
+    *,
+    name: str,
+    ends: Sequence[int] = (),
+) -> None:
     """Write the policy; `check_gguf` has found nothing.
 
     Args:
@@ -102,10 +111,13 @@ def write_gguf(model: Any, base: PreparedBase, tokenizer: Any, file: Path, dtype
         file: to write.
         dtype: of matrices: "bfloat16", "float16", "float32", "q8_0"; vectors are float32, as llama.cpp wants them.
         name: of the model, in the file.
+        ends: tokens that end a completion; besides the tokenizer's EOS a file has a place for two.
     """
     gguf = require_gguf()
     config, architecture = _architecture(gguf, base)
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[architecture], use_temp_file=True)
+    for end, add in zip(_further(tokenizer, ends), (writer.add_eot_token_id, writer.add_eom_token_id), strict=False):
+        add(end)
     _add_config(writer, gguf, config, dtype, name)
     _add_tokenizer(writer, base.path, tokenizer, config.vocab_size)
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
@@ -190,7 +202,13 @@ def read_gguf_adapter(file: Path, base: PreparedBase) -> AdapterBundle:
     )
 
 
-def write_modelfile(directory: Path, tokenizer: Any, *, model: str, adapter: str = "") -> None:
+def _further(tokenizer: Any, ends: Sequence[int]) -> list[int]:
+    return [end for end in ends if end != tokenizer.eos_token_id]
+
+
+def write_modelfile(
+    directory: Path, tokenizer: Any, *, model: str, adapter: str = "", ends: Sequence[int] = ()
+) -> None:
     """Write a Modelfile for `ollama create`: the files, what ends an answer, and the chat template where it is one that
     is known here.
 
@@ -199,6 +217,7 @@ def write_modelfile(directory: Path, tokenizer: Any, *, model: str, adapter: str
         tokenizer: whose chat template it is.
         model: after FROM.
         adapter: after ADAPTER, if there is one.
+        ends: tokens that end a completion.
     """
     lines = [f"FROM {model}", *([f"ADAPTER {adapter}"] if adapter else [])]
     template, stops = _ollama_template(tokenizer)
@@ -209,7 +228,8 @@ def write_modelfile(directory: Path, tokenizer: Any, *, model: str, adapter: str
             "# The chat template is in the GGUF file (tokenizer.chat_template); Ollama takes it where it knows it, "
             "otherwise write TEMPLATE."
         )
-    lines += [f'PARAMETER stop "{stop}"' for stop in stops]
+    stops += tokenizer.convert_ids_to_tokens(further) if (further := _further(tokenizer, ends)) else []
+    lines += [f'PARAMETER stop "{stop}"' for stop in dict.fromkeys(stops)]
     (directory / "Modelfile").write_text("\n".join(lines) + "\n")
 
 

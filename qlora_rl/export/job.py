@@ -25,7 +25,7 @@ from qlora_rl.adapter.verdict import judge_adapter
 from qlora_rl.base.bake import bake_base, copy_plain
 from qlora_rl.base.checkpoint import load_base
 from qlora_rl.base.model_classes import directory_takes_images
-from qlora_rl.base.writer import write_weights
+from qlora_rl.base.writer import write_ends, write_weights
 from qlora_rl.contracts import rank_class
 from qlora_rl.errors import AdapterRejectedError, ConfigConflictError, ExportError
 from qlora_rl.export import llama_cpp
@@ -178,7 +178,7 @@ def export_run(
         is_exact, witness = dtype == "float32" and to in ("merged", "gguf"), None
         if check and not is_exact:
             say(f"sampling from the policy and scoring it: {len(ids)} prompts, {where} (--no-check leaves this out)")
-            witness = Witness(policy, ids, autocast=trained.autocast)
+            witness = Witness(policy, ids, autocast=trained.autocast, ends=trained.ends)
         say(f"writing {to}")
         if to == "adapter":
             del policy
@@ -202,11 +202,11 @@ def export_run(
             if dtype == "q4_k_m":
                 with tempfile.TemporaryDirectory(prefix=".whole-", dir=target.parent) as room:
                     whole = Path(room) / "whole.gguf"
-                    write_gguf(policy, trained.base, tokenizer, whole, "bfloat16", name=trained.name)
+                    write_gguf(policy, trained.base, tokenizer, whole, "bfloat16", name=trained.name, ends=trained.ends)
                     llama_cpp.quantise(whole, file, dtype)
             else:
-                write_gguf(policy, trained.base, tokenizer, file, dtype, name=trained.name)
-            write_modelfile(staging, tokenizer, model=f"./{file.name}")
+                write_gguf(policy, trained.base, tokenizer, file, dtype, name=trained.name, ends=trained.ends)
+            write_modelfile(staging, tokenizer, model=f"./{file.name}", ends=trained.ends)
             del policy
             texts = verify_gguf(file, tokenizer, [tokenizer.decode(each) for each in ids])
             note(f"a tokenizer made of the file's own fields gives {texts} texts the ids that the base's gives them")
@@ -346,12 +346,14 @@ def _write_adapter(trained: TrainedRun, staging: Path, form: str) -> None:
                 reasons=error.reasons,
             ) from error
         write_adapter(bundle, staging)
+    write_ends(base.path, trained.ends, staging)
     write_origin(staging, base.parent or base.identity)
     _tokenizer(trained).save_pretrained(staging)
 
 
 def _write_merged(trained: TrainedRun, model: Any, staging: Path, dtype: str, shard_gb: float) -> None:
     copy_plain(trained.base, staging, dtype)
+    write_ends(trained.base.path, trained.ends, staging)
     write_weights(iter_weights(model, dtype=getattr(torch, dtype)), staging, shard_bytes=int(shard_gb * 1e9))
 
 
@@ -368,7 +370,7 @@ def _write_gguf_adapter(trained: TrainedRun, tokenizer: Any, staging: Path, dtyp
         ) from error
     file = f"{trained.name}-lora.gguf"
     write_gguf_adapter(bundle.tensors, trained.base, staging / file, dtype, name=trained.name)
-    write_modelfile(staging, tokenizer, model="BASE.gguf", adapter=f"./{file}")
+    write_modelfile(staging, tokenizer, model="BASE.gguf", adapter=f"./{file}", ends=trained.ends)
 
 
 def _push(directory: Path, name: str) -> None:
@@ -390,13 +392,13 @@ def _exact_witness(trained: TrainedRun, ids: list[list[int]], room: Path) -> Wit
     """The policy computed in float32: PEFT's own layers on the base whose products of code and scale are not
     rounded."""
     if trained.adapter is None:
-        return Witness(load_plain(trained.model, "float32"), ids)
+        return Witness(load_plain(trained.model, "float32"), ids, ends=trained.ends)
     with tempfile.TemporaryDirectory(prefix=".exact-", dir=room) as directory:
         if trained.base.spec.is_4bit:
             plain = load_base(bake_base(trained.base, "float32", out=Path(directory) / "base"))
         else:
             plain = load_plain(trained.base.path, "float32")
-        witness = Witness(trained.adapted(plain), ids)
+        witness = Witness(trained.adapted(plain), ids, ends=trained.ends)
         del plain
         _forget()
     return witness
@@ -436,7 +438,9 @@ def _lines(trained: TrainedRun, written: Path, to: str, *, name: str, base: str)
             config.get("rank_pattern") or config.get("alpha_pattern")
         ):
             rank = f" --max-lora-rank {rank_class(config['r'])}" if config["r"] > 16 else ""
-            lines["vllm"] = f"vllm serve {quote(base)} --enable-lora{rank} --lora-modules {quote(f'policy={name}')}"
+            ends = f" --generation-config {quote(name)}" if (written / "generation_config.json").is_file() else ""
+            adapter = quote(f"policy={name}")
+            lines["vllm"] = f"vllm serve {quote(base)} --enable-lora{rank} --lora-modules {adapter}{ends}"
         return lines
     if to == "gguf-adapter":
         return {"llama.cpp": f"llama-server -m BASE.gguf --lora {quote(f'{name}/{trained.name}-lora.gguf')}"}

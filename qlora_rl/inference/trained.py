@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from qlora_rl.adapter.store import ORIGIN
+from qlora_rl.base.attention.choice import attention_for
 from qlora_rl.base.checkpoint import MANIFEST, PreparedBase, load_base, open_base
 from qlora_rl.base.hub import in_short
 from qlora_rl.base.model_classes import auto_class
@@ -239,8 +240,10 @@ def load_plain(directory: str | os.PathLike[str], dtype: str = "auto", *, is_our
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    # A GGUF file has no config.json next to it.
-    kind = AutoModelForCausalLM if "gguf_file" in options else auto_class(AutoConfig.from_pretrained(directory))
+    kind = AutoModelForCausalLM
+    if "gguf_file" not in options:  # which has no config.json next to it
+        config = AutoConfig.from_pretrained(directory)
+        kind, options["attn_implementation"] = auto_class(config), attention_for(config)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
     safe = {"use_safetensors": True} if is_ours and "gguf_file" not in options else {}
     try:

@@ -17,7 +17,7 @@ from qlora_rl.fidelity import FidelityMonitor
 from qlora_rl.sharded_tensors import is_sharded
 from qlora_rl.train.metrics.alarm import MismatchAlarm, alarm_for, check_word
 from qlora_rl.train.metrics.measure import MeasuredSteps
-from qlora_rl.train.metrics.rewards import agree_on, check_signature, guard
+from qlora_rl.train.metrics.rewards import agree_on, apply_attention_to, check_signature, guard
 from qlora_rl.train.rloo import SampledLogprobs
 from qlora_rl.train.rollouts.endings import EndedCompletions
 from qlora_rl.train.rollouts.engine_link import Link, link_policy
@@ -203,6 +203,7 @@ def attach(
         trainer._failures = []
         named = zip(trainer.reward_funcs, trainer.reward_func_names, strict=True)
         trainer.reward_funcs = [guard(reward, name, trainer._failures) for reward, name in named]
+    apply_attention_to(trainer.reward_funcs, trainer.accelerator.unwrap_model)
     callbacks = list(trainer.callback_handler.callbacks)
     keep_start(trainer)
     link.bridge.install(trainer)

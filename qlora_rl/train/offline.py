@@ -13,9 +13,11 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from qlora_rl.adapter.inspected import bare_model
 from qlora_rl.adapter.verdict import judge_adapter
+from qlora_rl.base.attention.choice import apply_attention
 from qlora_rl.base.checkpoint import models_are_whole
 from qlora_rl.base.fingerprint import compare, fingerprint_base, recorded_fingerprint
 from qlora_rl.base.model_classes import directory_takes_images, may_take_images
+from qlora_rl.base.writer import embedding_rows
 from qlora_rl.distributed import join
 from qlora_rl.errors import BaseMismatchError
 from qlora_rl.stages import begin
@@ -48,6 +50,8 @@ class OfflineTrainer(TrainedRun):
 
     # TRL makes a frozen copy of a PeftModel's adapter, to refer to.
     _refers = False
+    # Its rows may bring their own token ids.
+    _takes_ids = False
 
     def set_up(
         self,
@@ -107,6 +111,10 @@ class OfflineTrainer(TrainedRun):
                 settings.check_messages(
                     processing_class, *self._rendered(args, train_dataset, eval_dataset), is_online=False
                 )
+            if self._takes_ids:
+                settings.check_ids(embedding_rows(bare_model(loaded)), train_dataset, eval_dataset)
+            if (reference := of_trl.get("ref_model")) is not None:
+                apply_attention(reference)
             before = trained_values(loaded)
             init, args.model_init_kwargs = args.model_init_kwargs, None  # the model is loaded already
             super().__init__(
@@ -233,6 +241,7 @@ class QLoRASFTTrainer(OfflineTrainer, SFTTrainer):
     _tag_names = ["trl", "sft", "qlora-rl"]
     _name = "SFT"
     _config_name = "sft"
+    _takes_ids = True
 
     def _rendered(self, args: Any, *datasets: Any) -> Sequence[Any]:
         return settings.rendered(args.dataset_kwargs, *datasets)

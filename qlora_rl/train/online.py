@@ -24,7 +24,7 @@ from qlora_rl.errors import ConfigConflictError, EngineClosedError, RewardFuncti
 from qlora_rl.stages import begin
 from qlora_rl.sync.plan import WISHES, plan_sync
 from qlora_rl.train.metrics.alarm import alarm_for, check_word
-from qlora_rl.train.metrics.rewards import agree_on, as_list, check_signature, guard
+from qlora_rl.train.metrics.rewards import agree_on, apply_attention_to, as_list, check_signature, guard
 from qlora_rl.train.rollouts.engine_link import Link, link_policy, release, why_dense
 from qlora_rl.train.rollouts.engines import EngineChoice
 from qlora_rl.train.run import CONFIG, FINGERPRINTS
@@ -334,6 +334,7 @@ class OnlineTrainer(TrainedRun):
                 **model_of_trl,
                 **of_trl,
             )
+        apply_attention_to(self.reward_funcs, self.accelerator.unwrap_model)
         set_adapter_dtype(self.model, getattr(torch, options.adapter_dtype), before)
         keep_start(self, asked.start)
         bare = bare_model(self.model)

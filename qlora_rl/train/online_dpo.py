@@ -147,13 +147,29 @@ class SampledPairs:
         # in one process too.
         prompt_ids, completion_ids, _, _ = self.bridge.generate([row for row in ids for _ in range(settings.PAIR)])
         self._after_generation()
-        prompt_ids, completion_ids, self._sampled = (
+        prompt_ids, completion_ids, sampled, added = (
             [row for first in range(settings.PAIR) for row in rows[first :: settings.PAIR]]
-            for rows in (prompt_ids, completion_ids, self.bridge.last.logprobs)
+            for rows in (prompt_ids, completion_ids, self.bridge.last.logprobs, self._missing_eos(completion_ids))
         )
+        self._sampled = [values + [0.0] * len(end) for values, end in zip(sampled, added, strict=True)]
         prompts_BT, prompt_mask_BT = self._padded(prompt_ids, "left")
-        completions_BT, completion_mask_BT = self._padded(completion_ids, "right")
-        return prompts_BT, prompt_mask_BT, completions_BT, completion_mask_BT, None
+        whole = [ids + end for ids, end in zip(completion_ids, added, strict=True)]
+        completions_BT, mask_BT = self._padded(whole, "right")
+        lengths_B = torch.tensor([len(ids) for ids in completion_ids], device=mask_BT.device)
+        mask_BT *= torch.arange(mask_BT.shape[1], device=mask_BT.device) < lengths_B[:, None]
+        return prompts_BT, prompt_mask_BT, completions_BT, mask_BT, None
+
+    def _missing_eos(self, completion_ids: list[list[int]]) -> list[list[int]]:
+        """An EOS for each completion that has ended without one, at a stop text or token: TRL takes what has none for
+        cut off. As with TRL's own vLLM it is masked: nothing was sampled there.
+
+        What an engine says nothing of has ended before the limit.
+        """
+        ended = self.bridge.last.has_ended or [len(ids) < self.bridge.sampling.max_tokens for ids in completion_ids]
+        return [
+            [self.eos_token_ids[0]] if has_ended and not {*ids[-1:]} & {*self.eos_token_ids} else []
+            for has_ended, ids in zip(ended, completion_ids, strict=True)
+        ]
 
     def _generate_vllm(self, prompts: list[Any], images: Any = None) -> tuple[Any, ...]:
         return self._generate(None, prompts, images)[:4]

@@ -8,10 +8,18 @@ import pytest
 import torch
 from datasets import Dataset
 from support import make_model
-from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma2Config,
+    Gemma2ForSequenceClassification,
+    Qwen2Config,
+    Qwen2ForSequenceClassification,
+)
+from trl import GRPOTrainer
 from trl.chat_template_utils import qwen3_chat_template
 
-from qlora_rl import SamplingSpec, load_base, prepare_base
+from qlora_rl import SamplingSpec, attach, load_base, prepare_base
 from qlora_rl.contracts import Rollout
 from qlora_rl.engine.fake import FakeEngine
 from qlora_rl.errors import RewardFunctionError
@@ -159,6 +167,40 @@ def test_a_reward_model_scores_the_completions(form, make_trainer, reward_model,
     scores = [model(**tokenizer(text, return_tensors="pt")).logits.item() for text in texts]
     # The trainer runs it under bf16 autocast: 8 bits of mantissa.
     assert first_log(trainer)["rewards/judge/mean"] == pytest.approx(sum(scores) / len(scores), rel=0.05, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"), [("grpo", "name"), ("rloo", "object"), ("online_dpo", "name"), ("attached", "object")]
+)
+def test_a_reward_model_with_softcapped_attention_scores_with_its_bound(
+    kind, form, make_trainer, make_online, config, plain, lora, base, engine, tmp_path
+):
+    """TRL loads it with SDPA, which leaves the bound out."""
+    tokenizer = AutoTokenizer.from_pretrained(base.path)
+    shape = {"vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_labels": 1,
+             "pad_token_id": tokenizer.pad_token_id, "attn_logit_softcapping": 2.0}  # fmt: skip
+    torch.manual_seed(0)
+    judge = Gemma2ForSequenceClassification(Gemma2Config(**shape))
+    for parameter in judge.parameters():
+        parameter.data.normal_(std=0.4 if parameter.ndim > 1 else 0.0)
+    judge.save_pretrained(tmp_path / "judge")
+    tokenizer.save_pretrained(tmp_path / "judge")
+    reward = str(tmp_path / "judge") if form == "name" else Gemma2ForSequenceClassification.from_pretrained(
+        tmp_path / "judge"
+    )  # fmt: skip
+    if kind == "grpo":
+        trainer = make_trainer(reward_funcs=reward)
+    elif kind == "attached":
+        model = AutoModelForCausalLM.from_pretrained(base.path)
+        trainer = GRPOTrainer(model=model, reward_funcs=reward, args=config(), train_dataset=plain, peft_config=lora)
+        attach(trainer, rollout=engine).close()
+    else:
+        trainer = make_online(kind, reward_funcs=reward)
+    (found,), asked = trainer.reward_funcs, tokenizer("12+12=24", return_tensors="pt")
+    score = found.eval()(**asked).logits.item()
+    found.set_attn_implementation("eager")
+    assert score == pytest.approx(found(**asked).logits.item(), abs=0.02)  # bf16
 
 
 # --- rollout_func, tools, environments ------------------------------------------------------------------------------

@@ -134,6 +134,28 @@ def test_completions_that_the_engine_has_ended_are_not_masked_as_truncated(kind,
     assert trainer.mask_truncated_completions
 
 
+def test_what_a_stop_token_has_ended_is_not_missing_its_eos(make, sampled, heard):
+    """Online DPO takes `missing_eos_penalty` off what reached the limit, and the loss sees what was sampled alone."""
+    scored = []
+
+    def reward(completions, completion_ids, **_):
+        scored.extend(completion_ids)
+        return [0.0] * len(completions)
+
+    fields = {"missing_eos_penalty": 4.0, "generation_kwargs": {"stop_token_ids": [common(sampled)]}, "max_steps": 1}
+    trainer = make("online_dpo", fields, reward_funcs=reward)
+    trainer.train()
+    ended = torch.tensor(heard[0].has_ended)
+    assert ended.any()
+    assert not ended.all()
+    step = trainer.state.log_history[0]
+    assert step["val/contain_eos_token"] == ended.float().mean()
+    assert step["objective/scores"] == -4.0 * (1 - ended.float().mean())
+    assert step["qlora_rl/mismatch_kl"] < 1e-3
+    lengths = [len(ids) for ids in heard[0].completion_ids]
+    assert trainer._record.last["completion_length"] == sum(lengths) / len(lengths)
+
+
 def test_a_rollout_func_is_masked_by_trls_own_rule(make, heard, batches):
     """Nobody says how its completions ended."""
 

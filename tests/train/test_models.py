@@ -1,5 +1,6 @@
 """Everything that a TRL user passes as `model`, and what becomes of the adapter: docs/trl-arguments.md, row by row."""
 
+import json
 import shutil
 
 import pytest
@@ -9,6 +10,8 @@ from support import randomise
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, TrainerCallback
 
 from qlora_rl import BaseMismatchError, FakeEngine, load_base, prepare_base
+from qlora_rl.train.run import RunDirectory
+from qlora_rl.train.setup.model_source import base_of
 
 NF4 = BitsAndBytesConfig(
     load_in_4bit=True,
@@ -225,6 +228,16 @@ def test_a_model_object_without_a_name_takes_its_tokenizer_from_processing_class
 
 
 # --- the reference --------------------------------------------------------------------------------------------------
+
+
+def test_a_model_object_with_an_old_generation_config_can_be_saved_after_its_training(model_dir, tmp_path):
+    """transformers reads such a file, and does not write it: all weights were trained, and lost at the end."""
+    source = shutil.copytree(model_dir, tmp_path / "source")
+    (source / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6, "eos_token_id": 1}')
+    model = AutoModelForCausalLM.from_pretrained(source)
+    base = base_of(model, None, AutoTokenizer.from_pretrained(source))
+    saved = RunDirectory(tmp_path / "run").save_model(model, base.path)
+    assert json.loads((saved / "generation_config.json").read_text())["eos_token_id"] == 1
 
 
 def test_with_beta_the_reference_of_a_new_adapter_is_the_base(make_trainer, config):

@@ -109,6 +109,23 @@ def test_messages_that_trl_does_not_render_are_not_looked_at(kind, make, base):
     assert lines(trainer.run.path)[0]["loss"] > 0
 
 
+@pytest.mark.parametrize(
+    ("row", "named"),
+    [
+        ({"input_ids": [40, 200]}, "input_ids of row 9 hold 200"),
+        ({"input_ids": [-1, 40]}, "input_ids of row 9 hold -1"),
+        ({"input_ids": [40, 41], "labels": [-100, 128]}, "labels of row 9 hold 128"),
+    ],
+)
+def test_token_ids_of_rows_have_a_row_in_the_embedding(make, row, named):
+    right = {"input_ids": [40, 41, 42]} | ({"labels": [-100, 41, 127]} if "labels" in row else {})
+    rows = Dataset.from_list([right] * 9 + [row])
+    with pytest.raises(ConfigConflictError, match=rf"{named}, and the embedding of the base has 128 rows"):
+        make("sft", train_dataset=rows)
+    with pytest.raises(ConfigConflictError, match="of row 0 hold"):
+        make("sft", train_dataset=rows.select([0, 1]), eval_dataset={"one": rows.select([9, 0])})
+
+
 def test_a_pad_token_without_an_embedding_in_a_base_of_before_is_the_bases_own(model_dir, make, tmp_path, monkeypatch):
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     tokenizer.add_special_tokens({"pad_token": "<|unused|>"})

@@ -1,6 +1,7 @@
 """Micro-batches without padding: what the padded ones give, and no mask."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -496,6 +497,16 @@ def test_a_model_with_softcapped_attention_trains_as_with_eager(
             make(tmp_path / "sdpa", attn_implementation="sdpa")
         with pytest.raises(ConfigConflictError, match="loading a base"):
             load_base(softcapped, attn_implementation="sdpa")
+
+
+def test_a_reference_with_softcapped_attention_is_that_of_eager(softcapped, tmp_path):
+    """Transformers loads it with SDPA. Before the first step it is the policy: the loss is ln 2."""
+    reference = transformers.AutoModelForCausalLM.from_pretrained(softcapped.path)
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+    args = DPOConfig(**tiny_training(output_dir=str(tmp_path / "run"), max_steps=1, bf16=False))
+    with QLoRADPOTrainer(softcapped, reference, args, train_dataset=PAIRS, peft_config=lora) as trainer:
+        trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
 
 
 @pytest.mark.parametrize("steps", STEPS)

@@ -353,7 +353,10 @@ def test_a_dataset_without_prompts_is_rejected_with_the_columns_it_has(make_trai
         make_trainer(**{kind: {"one": renamed} if kind == "eval_dataset" else renamed})
 
 
-@pytest.mark.parametrize("name", ["prompts", "completions", "trainer_state", "log_extra", "log_metric"])
+@pytest.mark.parametrize(
+    "name",
+    ["prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments"],
+)
 def test_columns_that_reward_functions_cannot_be_given_are_rejected(name, make_trainer, plain, config):
     named = plain.rename_column("answer", name)
     with pytest.raises(

@@ -212,6 +212,16 @@ def test_a_mark_that_came_with_the_model_and_has_no_use_may_be_without_an_embedd
         prepare_base(source, tokenizer=tokenizer)
 
 
+@pytest.mark.parametrize("named", ["Qwen2Model", "Qwen2ForSequenceClassification"])
+def test_a_base_names_the_class_that_was_loaded_and_not_that_of_its_checkpoint(model_dir, tmp_path, named):
+    """As AutoModel and classifiers leave them; vLLM would make a pooling model."""
+    source = shutil.copytree(model_dir, tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"architectures": [named]}))
+    base = prepare_base(source, out=tmp_path / "base")
+    assert json.loads((base.path / "config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]
+
+
 def test_a_model_made_from_a_config_names_its_class_for_vllm(model_dir, tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 from peft import LoraConfig
+from support import make_model
 from trained import TEXT, make_bpe_model, make_run
 
 from qlora_rl import (
@@ -147,6 +148,35 @@ def test_what_a_checkpoint_says_of_sampling_does_not_reach_the_comparison(run):
     own.num_beams, own.min_p, own.num_return_sequences, own.repetition_penalty = 2, 0.9, 2, 3.0
     assert Witness(policy, [[40, 41], [42]])._cases == plain._cases
     assert policy.generation_config is own
+
+
+def with_ends(run, directory, ends):
+    """A copy of a run whose tokenizer had another EOS than the base's."""
+    config = json.loads((shutil.copytree(run, directory) / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"ends": ends}))
+    return directory
+
+
+def test_an_export_ends_where_the_run_s_completions_did(run, base, tmp_path):
+    from qlora_rl.export.check import Witness
+
+    ended = with_ends(run, tmp_path / "run", [1, 60])
+    for kind in ("merged", "adapter"):
+        done = export(ended, kind, out=tmp_path / kind, check=False)
+        assert json.loads((done.path / "generation_config.json").read_text())["eos_token_id"] == [1, 60]
+    assert done.load["vllm"].endswith(f"--lora-modules policy={done.path} --generation-config {done.path}")
+    assert "generation-config" not in export(run, "adapter", out=tmp_path / "as before", check=False).load["vllm"]
+    policy = open_trained(run).load()
+    whole = Witness(policy, [[40, 41], [42]])._cases
+    end = whole[0][0][3]  # the second token that it says
+    place = whole[0][0].index(end, 2)
+    assert Witness(policy, [[40, 41], [42]], ends=[end])._cases[0] == (whole[0][0][: place + 1], 2)
+
+
+def test_a_policy_with_softcapped_attention_is_exported(tmp_path):
+    """What is loaded again has its bound, too, which transformers' default leaves out."""
+    run = make_run(prepare_base(make_model(tmp_path / "model", architecture="gemma2"), "none"), tmp_path / "run")
+    assert export(run, "merged", out=tmp_path / "merged").distance.kl_mean < LIMIT
 
 
 def test_a_policy_is_loaded_with_the_kernel_that_a_trainer_multiplies_with(run):
@@ -663,6 +693,18 @@ def test_an_adapter_as_gguf_is_the_policy_on_its_base(bpe_run, tmp_path, dtype):
     assert {"blk.0.attn_q.weight.lora_a", "blk.1.ffn_down.weight.lora_b"} <= names
     assert len(names) == 2 * 2 * 7
     assert f"ADAPTER ./{file.name}" in (done.path / "Modelfile").read_text()
+
+
+def test_a_gguf_file_names_the_ends_of_the_run(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    base = prepare_base(make_bpe_model(tmp_path / "model", "qwen2"), out=tmp_path / "base")
+    run = with_ends(make_run(base, tmp_path / "first"), tmp_path / "run", [0, 260, 261])
+    done = export(run, "gguf", out=tmp_path / "a", check=False)
+    fields = gguf.GGUFReader(next(done.path.glob("*.gguf"))).fields
+    found = [fields[f"tokenizer.ggml.{name}_token_id"].contents() for name in ("eos", "eot", "eom")]
+    assert found == [0, 260, 261]
+    stops = [line for line in (done.path / "Modelfile").read_text().splitlines() if line.startswith("PARAMETER stop")]
+    assert len(stops) == 2
 
 
 def test_an_adapter_whose_rows_llama_cpp_would_rotate_otherwise_is_found(tmp_path, monkeypatch):

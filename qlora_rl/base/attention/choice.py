@@ -48,7 +48,8 @@ def softcap_of(config: Any) -> float | None:
 
 
 def apply_attention(model: Any) -> None:
-    """Have a bare model that was loaded elsewhere compute all that its config says.
+    """Have a model that was loaded elsewhere (a bare one, a reference, a reward model) compute all that its config
+    says.
 
     Its implementation is what transformers has chosen, or a wish: the model does not say which. So another one that
     computes the model's own function is set, and a warning names both.
@@ -68,8 +69,8 @@ def apply_attention(model: Any) -> None:
                 "attn_implementation='eager'."
             ) from error
         logger.warning(
-            "%s was loaded with attn_implementation=%r, which leaves out %s=%s of its config; the engine applies it. "
-            "The model computes with %r from now on.",
+            "%s was loaded with attn_implementation=%r, which leaves out %s=%s of its config. It computes with %r from "
+            "now on.",
             type(model).__name__, name, _BOUND, softcap_of(config), config._attn_implementation,
         )  # fmt: skip
 

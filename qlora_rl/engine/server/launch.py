@@ -26,6 +26,7 @@ from qlora_rl.adapter.export import read_adapter
 from qlora_rl.adapter.store import AdapterStore, default_root, pack_adapter
 from qlora_rl.base.checkpoint import open_base
 from qlora_rl.base.fingerprint import compare, recorded_fingerprint
+from qlora_rl.base.writer import write_ends
 from qlora_rl.contracts import AdapterBundle, rank_class
 from qlora_rl.engine import compat
 from qlora_rl.engine.cleanup import end_with
@@ -86,6 +87,7 @@ def serve(
     ready_file: str | os.PathLike[str] | None = None,
     base_compute: str = "nf4",
     adapter: str | os.PathLike[str] | None = None,
+    ends: Sequence[int] = (),
     vllm_options: Sequence[str] = (),
     alone: bool = False,
     **options: Any,
@@ -105,6 +107,7 @@ def serve(
         base_compute: what linears multiply with; see `LocalEngine`.
         adapter: PEFT directory of a LoRA on this base, served as model "policy" from the start, as version 1; the base
             must then be the one that was written.
+        ends: tokens that end a completion, besides those of the base: a run's tokenizer may have had another EOS.
         vllm_options: further options of vLLM's own command line.
         alone: this process does nothing else and has computed nothing before. vLLM's engine process on a CPU is then
             forked from it, after its imports, and starts in half the time.
@@ -170,6 +173,8 @@ def serve(
         sock = _bind(host, port)
         stack.callback(sock.close)
         url = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
+        if write_ends(Path(base), ends, own):
+            vllm_options = ["--generation-config", str(own), *vllm_options]
         own_arguments = start.arguments | (compat.executor_of_server(start.ranks) if start.is_cpu else {})
         with importing():
             arguments = compat.server_arguments(own_arguments, host, sock.getsockname()[1], vllm_options, start.dtypes)

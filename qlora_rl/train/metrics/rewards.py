@@ -5,20 +5,21 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 from trl.trainer.utils import get_callable_name, is_async_callable
 
+from qlora_rl.base.attention.choice import apply_attention
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import RewardFunctionError
+from qlora_rl.train.setup.settings import OF_REWARDS
 
 # What a reward function is called with, and how.
 _CALLED = ("prompts", "completions", "completion_ids")
 _GETS = f"It gets {_CALLED[0]}, {_CALLED[1]}, {_CALLED[2]} and the dataset's columns as keyword lists"
-# Arguments that are no columns.
-_OF_TRL = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments"}
 
 
 def guard(reward: Any, name: str | None = None, failures: list[RewardFunctionError] | None = None) -> Any:
@@ -61,6 +62,22 @@ def guard(reward: Any, name: str | None = None, failures: list[RewardFunctionErr
     return call
 
 
+def apply_attention_to(rewards: Sequence[Any] | None, unwrap: Callable[[Any], Any]) -> None:
+    """`apply_attention` to the reward models among TRL's rewards, which it has loaded with transformers' defaults.
+
+    Args:
+        unwrap: of the accelerator.
+
+    Raises:
+        ConfigConflictError: one leaves something out, and cannot be given another attention.
+    """
+    for reward in rewards or ():
+        if isinstance(reward, torch.nn.Module):
+            model = unwrap(reward)
+            if isinstance(getattr(model, "config", None), PreTrainedConfig):
+                apply_attention(model)
+
+
 def check_signature(reward: Any, columns: Sequence[str] | None, name: str | None = None) -> None:
     """Reject a function that no call of TRL's can succeed with; what cannot be told is left to the call.
 
@@ -81,7 +98,7 @@ def check_signature(reward: Any, columns: Sequence[str] | None, name: str | None
     named = {each.name: each for each in taken if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
     takes_any = any(each.kind is each.VAR_KEYWORD for each in taken)
     untaken = [] if takes_any else [each for each in _CALLED if each not in named]
-    known = {*_OF_TRL, *(set(columns or ()) - {"prompt", "completion", "completion_ids"})}
+    known = {*OF_REWARDS, *(set(columns or ()) - {"prompt", "completion", "completion_ids"})}
     needed = [each.name for each in taken if each.kind is each.POSITIONAL_ONLY and each.default is each.empty]
     if columns is not None:
         needed += [each.name for each in named.values() if each.default is each.empty and each.name not in known]
@@ -89,7 +106,7 @@ def check_signature(reward: Any, columns: Sequence[str] | None, name: str | None
         return
     why = [f"does not take {', '.join(untaken)}"] if untaken else []
     why += [f"needs {', '.join(needed)}, which it would not get"] if needed else []
-    there = "" if columns is None else f" ({', '.join(sorted(known - _OF_TRL)) or 'none'})"
+    there = "" if columns is None else f" ({', '.join(sorted(known - {*OF_REWARDS})) or 'none'})"
     raise RewardFunctionError(
         f"reading the reward functions: {name or get_callable_name(reward)!r} {' and '.join(why)}. {_GETS}{there}. "
         "Name those that it uses, and add **kwargs for all others: def reward(completions, answer, **kwargs)."
@@ -127,7 +144,7 @@ def _kept(failures: list[RewardFunctionError] | None, kwargs: dict[str, Any]) ->
 def _failed(name: str, error: Exception, kwargs: Mapping[str, Any]) -> RewardFunctionError:
     first = next(iter(kwargs.get("completions") or ()), None)
     form = " In a chat each completion is a list of messages: its text is completion[0]['content']."
-    columns = ", ".join(sorted(set(kwargs) - _OF_TRL))
+    columns = ", ".join(sorted(set(kwargs) - {*OF_REWARDS}))
     lost = " It got no column: with remove_unused_columns=True in the config TRL removes them. Set it to False."
     if columns or "trainer_state" not in kwargs:  # `eval` calls without it
         lost = f" The columns that it got: {columns or 'none'}."

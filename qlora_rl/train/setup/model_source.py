@@ -18,6 +18,7 @@ from qlora_rl.base.checkpoint import MANIFEST, PreparedBase, adopt, load_base, o
 from qlora_rl.base.fingerprint import base_parameters
 from qlora_rl.base.quant import QuantSpec, spec_of, store_as
 from qlora_rl.base.unsupported_configs import check_positions
+from qlora_rl.base.writer import valid_generation
 from qlora_rl.errors import AdapterRejectedError, ConfigConflictError, UnsupportedQuantError, collected
 from qlora_rl.memory.shape import model_and_adapter, read_config
 
@@ -142,6 +143,8 @@ def base_of(model: Any, args: Any, processing_class: Any = None) -> PreparedBase
             ) from error
     _reject_lifted(bare)
     apply_attention(bare)
+    if bare.generation_config is not None:  # what is not valid transformers would not save after the training
+        bare.generation_config = valid_generation(bare.generation_config)
     base = prepare_base(model, "none", compute_dtype=_dtype_name(bare), tokenizer=processing_class)
     biases = [p for n, p in bare.named_parameters() if p.requires_grad and n.endswith("bias")]
     adopt(bare, base)

@@ -53,7 +53,7 @@ _OWN_SAMPLING = {
     "output_kind": "whole completions are needed",
 }
 # Arguments that TRL gives reward functions itself: a column of that name is given twice (the first two), or is lost.
-_OF_REWARDS = ("prompts", "completions", "trainer_state", "log_extra", "log_metric")
+OF_REWARDS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
 # Columns that hold conversations.
 _SAID = ("prompt", "completion", "chosen", "rejected", "messages")
 _LOOKED_AT = 10_000  # rows whose messages are looked at
@@ -285,7 +285,7 @@ def check_prompts(args: Any, *datasets: Any) -> None:
     """
     for part in _parts(datasets):
         columns = getattr(part, "column_names", None)
-        taken = [name for name in _OF_REWARDS if name in (columns or ())]
+        taken = [name for name in OF_REWARDS if name in (columns or ())]
         if taken and not args.remove_unused_columns:
             raise ConfigConflictError(
                 f"reading the dataset: its columns {', '.join(taken)} have names of arguments that TRL gives reward "
@@ -304,6 +304,35 @@ def check_prompts(args: Any, *datasets: Any) -> None:
                     f"reading the dataset: row {prompts.is_null().to_pylist().index(True)} has no prompt. Fill it in, "
                     "or remove the row: dataset.filter(lambda row: row['prompt'] is not None)."
                 )
+
+
+def check_ids(rows: int, *datasets: Any) -> None:
+    """Token ids that rows bring themselves have a row in the embedding; a stream is not looked at.
+
+    Args:
+        rows: of the embedding.
+
+    Raises:
+        ConfigConflictError: names the row and the id.
+    """
+    import pyarrow.compute as pc
+
+    for part in _parts(datasets):
+        columns = getattr(part, "column_names", None) or ()
+        for name, least in {"input_ids": 0, "labels": -100}.items():  # which the loss leaves out
+            if name not in columns or not (hasattr(part, "select_columns") and hasattr(part, "__len__")):
+                continue
+            before = 0
+            for chunk in part.select_columns([name]).with_format("arrow")[:][name].chunks:
+                ids = chunk.flatten()
+                first = pc.index(pc.or_(pc.less(ids, least), pc.greater_equal(ids, rows)), True).as_py()
+                if first >= 0:
+                    row = before + pc.list_parent_indices(chunk)[first].as_py()
+                    raise ConfigConflictError(
+                        f"reading the dataset: {name} of row {row} hold {ids[first].as_py()}, and the embedding of the "
+                        f"base has {rows} rows, for ids 0 to {rows - 1}. Make them with the base's tokenizer."
+                    )
+                before += len(chunk)
 
 
 def check_template(processing_class: Any, *datasets: Any) -> None:
