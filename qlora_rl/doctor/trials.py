@@ -118,6 +118,13 @@ TRIALS: dict[str, Callable[[], str]] = {
 }
 
 
+# A torchvision of another build takes transformers and vLLM with it.
+_ADVICE = {
+    "torchvision": "pip uninstall -y torchvision torchaudio torchcodec: models of text need none of them; for images "
+    "install the torchvision that was built for this torch"
+}
+
+
 def run_trials(names: list[str], limit_s: float = LIMIT_S) -> list[Finding]:
     """A finding for each trial, in their order; where one ends the process, the others run in another."""
     found: list[Finding] = []
@@ -156,7 +163,7 @@ def main(file: str, *names: str) -> None:
             first = str(error).strip().splitlines()[:1] or [""]
             line = {
                 "name": name, "found": f"{type(error).__name__}: {first[0]}", "state": "problem",
-                "advice": "see the versions above; docs/troubleshooting.md",
+                "advice": _ADVICE.get(name, "see the versions above; docs/troubleshooting.md"),
             }  # fmt: skip
         with open(file, "a") as out:
             print(json.dumps(line), file=out, flush=True)

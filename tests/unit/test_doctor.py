@@ -65,6 +65,7 @@ def test_a_library_that_crashes_raises_or_hangs_is_named_and_the_next_is_tried(t
     broken, unknown = run_trials(["torchvision", "unknown"], limit_s=8)
     assert broken.state == "problem"
     assert said in broken.found
+    assert ("pip uninstall -y torchvision" in broken.advice) == ("nms" in said)
     assert (unknown.name, unknown.found) == ("unknown", "KeyError: 'unknown'")
 
 
