@@ -1,9 +1,9 @@
-"""Dense configs on both sides: tiny random models in float32, and how far apart transformers (the trainer) and vLLM
-find the tokens of a sequence.
+"""Configs on both sides: tiny random models in float32, and how far apart transformers (the trainer) and vLLM find the
+tokens of a sequence.
 
-`python benchmarks/configs.py` writes results/configs.json; half an hour on two cores. `--only NAME ...`: these rows
-alone, printed. The trainer's side and the engine's are processes of their own, as vLLM changes the classes of
-transformers that it runs itself.
+`python benchmarks/configs.py` writes results/configs.json; three quarters of an hour on two cores. `--only NAME ...`:
+these rows alone, printed. The trainer's side and the engine's are processes of their own, as vLLM changes the classes
+of transformers that it runs itself.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from qlora_rl.base.experts import NAMINGS
 from qlora_rl.base.unsupported_configs import COMPARED, check_function
 from qlora_rl.errors import NotYetSupportedError
 
@@ -62,6 +63,8 @@ _LONG = {
     "long_factor": [2.0 + i / 2 for i in range(16)],
     "original_max_position_embeddings": ORIGINAL,
 }
+_MIXTURE = {"targets": None, "head_dim": 32, "num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}  # fmt: skip
+_OLMOE = {"targets": None, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": False, "rms_norm_eps": 1e-5}
 
 # (name, config class, fields); `length` is the engine's, `targets` are the modules with an adapter: all linears, or
 # `None` where vLLM takes none.
@@ -229,7 +232,60 @@ CONFIGS: list[tuple[str, str, dict[str, Any]]] = [
     ("seed_oss: window", "SeedOssConfig", {"head_dim": 32, "sliding_window": WINDOW}),
     ("granite: window", "GraniteConfig", {"sliding_window": WINDOW}),
     ("apertus: gelu", "ApertusConfig", {"hidden_act": "gelu"}),
+    # --- further forms of the same types
+    ("falcon: 7b", "FalconConfig", {"targets": None, "alibi": False, "multi_query": True, "parallel_attn": True}),
+    ("falcon: 11b", "FalconConfig", {"targets": None, "alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1}),
+    ("falcon: rw", "FalconConfig", {"targets": None, "hidden_size": 512, "num_attention_heads": 16, "alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}),
+    ("falcon: one after the other", "FalconConfig", {"targets": None, "alibi": False, "multi_query": False, "parallel_attn": False, "bias": True}),
+    ("vaultgemma: softcaps, scalar", "VaultGemmaConfig", {"head_dim": 32, "sliding_window": WINDOW, "attn_logit_softcapping": 5.0,
+                               "query_pre_attn_scalar": 8, "final_logit_softcapping": 3.0}),
+    ("phi3: longrope, partial rotary", "Phi3Config", _rope("longrope", **_LONG | {"short_factor": _LONG["short_factor"][:12],
+                               "long_factor": _LONG["long_factor"][:12]}, partial_rotary_factor=0.75)
+                               | {"original_max_position_embeddings": ORIGINAL, "length": ORIGINAL}),
+    ("olmo3: yarn on full layers", "Olmo3Config", {"sliding_window": WINDOW, "layer_types": _SLIDING,
+                               "rope_parameters": {"full_attention": _rope("yarn", **_YARN)["rope_parameters"],
+                                                   "sliding_attention": _rope("default")["rope_parameters"]}}),
+    ("cwm: llama3", "CwmConfig", {"sliding_window": WINDOW, "layer_types": _SLIDING, "head_dim": 32, **_rope("llama3", **_LLAMA3)}),
+    ("hunyuan: dynamic, alpha", "HunYuanDenseV1Config", {"head_dim": 32, **_rope("dynamic", factor=1.0, alpha=1000.0)}),
+    ("mixtral: window", "MixtralConfig", _MIXTURE | {"sliding_window": WINDOW}),
+    ("qwen3_moe: window", "Qwen3MoeConfig", _MIXTURE | {"use_sliding_window": True, "sliding_window": WINDOW}),
+    # --- what one side alone reads
+    ("falcon: relu", "FalconConfig", {"targets": None, "alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2, "activation": "relu"}),
+    ("falcon: ffn_hidden_size", "FalconConfig", {"targets": None, "alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 256}),
+    ("gemma: both directions", "GemmaConfig", {"head_dim": 32, "tie_word_embeddings": True, "use_bidirectional_attention": True}),
+    ("gemma2: both directions", "Gemma2Config", {"head_dim": 32, "tie_word_embeddings": True, "attn_logit_softcapping": None, "use_bidirectional_attention": True}),
+    ("phi: head_dim", "PhiConfig", {"num_key_value_heads": 4, "intermediate_size": 512, "head_dim": 64}),
+    ("phi: n_inner", "PhiConfig", {"num_key_value_heads": 4, "intermediate_size": 512, "n_inner": 256}),
+    ("olmoe: biases", "OlmoeConfig", _OLMOE | {"attention_bias": True}),
+    ("olmoe: window", "OlmoeConfig", _OLMOE | {"sliding_window": WINDOW}),
+    ("olmoe: partial rotary", "OlmoeConfig", _OLMOE | _rope("default", partial_rotary_factor=0.5)),
+    ("mixtral: partial rotary", "MixtralConfig", _MIXTURE | _rope("default", partial_rotary_factor=0.5)),
+    ("qwen3_moe: partial rotary", "Qwen3MoeConfig", _MIXTURE | _rope("default", partial_rotary_factor=0.5)),
+    ("qwen2: dual chunk", "Qwen2Config", {"dual_chunk_attention_config": {"chunk_size": 256, "local_size": 64}}),
+    ("qwen2: qk_norm", "Qwen2Config", {"qk_norm": True}),
+    ("llama: dynamic, alpha", "LlamaConfig", _rope("dynamic", factor=1.0, alpha=1000.0)),
+    ("llama: both directions", "LlamaConfig", {"is_causal": False}),
+    ("llama: bias", "LlamaConfig", {"bias": True}),
+    ("llama: qkv_bias", "LlamaConfig", {"qkv_bias": True}),
+    ("mistral: biases", "MistralConfig", {"sliding_window": None, "attention_bias": True, "mlp_bias": True}),
+    ("stablelm: norm_eps", "StableLmConfig", {"targets": None, "norm_eps": 0.1}),
+    ("cohere: rms_norm_eps", "CohereConfig", {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
+    ("cohere2: qk norm", "Cohere2Config", {"tie_word_embeddings": True, "sliding_window": POSITIONS, "layer_types": _SLIDING, "use_qk_norm": True}),
+    ("olmo: final softcap", "OlmoConfig", {"final_logit_softcapping": 3.0}),
+    ("nanochat: attention softcap", "NanoChatConfig", {"attn_logit_softcapping": 5.0}),
+    ("jais2: interleaved window", "Jais2Config", {"head_dim": 32, "interleaved_sliding_window": WINDOW}),
+    ("granite: layer types", "GraniteConfig", {"sliding_window": WINDOW, "layer_types": _SLIDING}),
 ]  # fmt: skip
+# One change of several types.
+for _change, _fields, _types in (
+    ("layer types", {"sliding_window": WINDOW, "layer_types": _SLIDING},
+     "arcee bitnet ernie4_5 glm helium hunyuan_v1_dense nanochat olmo olmo2 phi3 starcoder2"),
+    ("logit_scale", {"logit_scale": 0.5},
+     "apertus arcee ernie4_5 exaone4 glm granite hyperclovax jais2 llama nemotron olmo"),
+):  # fmt: skip
+    CONFIGS += [
+        (f"{name}: {_change}", kind, fields | _fields) for name, kind, fields in CONFIGS if name in _types.split()
+    ]
 
 
 def make(kind: str, fields: dict[str, Any], out: Path) -> Any:
@@ -388,7 +444,7 @@ def row_of(name: str, root: Path) -> dict[str, Any]:
     sentence, model_type = rejection(kind, fields, length)
     if sentence:
         row |= {"verdict": "rejected", "sentence": sentence}
-    elif model_type not in COMPARED:
+    elif model_type not in COMPARED | NAMINGS.keys():
         row["verdict"] = "taken with a warning"
     else:
         row["verdict"] = "error" if largest is None else "equal" if largest <= EQUAL else "different"

@@ -28,12 +28,14 @@ COMPARED = frozenset({
     "nanochat", "nemotron", "olmo", "olmo2",
     "olmo3", "phi", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma",
 })  # fmt: skip
+_KNOWN = COMPARED | NAMINGS.keys()
 # vLLM's layers of Llama, which many types share, know one activation.
 _SILU = frozenset({
     "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "glm", "glm4", "granite", "hyperclovax", "llama", "ministral3",
     "mistral", "mixtral", "olmoe", "phi3", "qwen2",
     "qwen3", "qwen3_moe", "seed_oss", "stablelm",
 })  # fmt: skip
+_ONE_WAY = {"use_bidirectional_attention": (False, None)}
 # With which values vLLM 0.31 computes, by type of model, whatever the config says: it does not read the field, or takes
 # no other value. The first is the default.
 _FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -42,28 +44,61 @@ _FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
     "cohere": {"tie_word_embeddings": (True,), "attention_bias": (False,)},
     "cohere2": {"tie_word_embeddings": (True,), "attention_bias": (False,)},
     # Its two forms of GELU are less apart than two roundings to bf16, and published configs name either.
-    "gemma": {"hidden_act": ("gelu_pytorch_tanh", "gelu"), "attention_bias": (False,)},
-    "gemma2": {"hidden_activation": ("gelu_pytorch_tanh",), "tie_word_embeddings": (True,)},
-    "gemma3_text": {"use_bidirectional_attention": (False, None)},
+    "gemma": {"hidden_act": ("gelu_pytorch_tanh", "gelu"), "attention_bias": (False,)} | _ONE_WAY,
+    "gemma2": {"hidden_activation": ("gelu_pytorch_tanh",), "tie_word_embeddings": (True,)} | _ONE_WAY,
+    "gemma3_text": _ONE_WAY,
     "jais2": {"hidden_act": ("relu2",)},
     "mixtral": {"router_jitter_noise": (0.0,)},
-    "olmoe": {"rms_norm_eps": (1e-5,), "clip_qkv": (None,), "norm_topk_prob": (False,)},
+    "olmoe": {"rms_norm_eps": (1e-5,), "clip_qkv": (None,), "norm_topk_prob": (False,), "attention_bias": (False,)},
     "ernie4_5": {"use_bias": (False,)},
+    "falcon": {"activation": ("gelu",)},
     "phi": {"qk_layernorm": (False,), "tie_word_embeddings": (False,)},
     "qwen3": {"attention_bias": (False,)},
     "seed_oss": {"attention_bias": (True,), "attention_out_bias": (False,), "mlp_bias": (False,)},
     "stablelm": {"qk_layernorm": (False,), "use_parallel_residual": (False,)},
 }
 
+# Types that vLLM runs with its code of Llama, and those that it runs with transformers' code in attention of its own.
+_LLAMA = frozenset({"arcee", "cwm", "ernie4_5", "glm", "llama", "ministral3", "mistral", "phi3"})
+_BACKEND = frozenset({
+    "bitnet", "helium", "hunyuan_v1_dense", "ministral", "nanochat", "olmo", "olmo2", "olmo3", "smollm3", "starcoder2",
+    "vaultgemma",
+})  # fmt: skip
+_LIKE_LLAMA = _LLAMA | {"apertus", "exaone4", "granite", "jais2", "nemotron"}
+# The other direction, fields that vLLM reads and transformers does not: of which types, and which values change
+# nothing; a name stands for the value of that field.
+_READ_BY_VLLM: dict[str, tuple[frozenset[str], tuple[Any, ...]]] = {
+    "attention_bias": (frozenset({"cwm", "ernie4_5", "exaone4", "ministral3", "mistral", "phi3"}), (False, None)),
+    "attention_sinks": (frozenset({"granite"}), (False,)),
+    "attn_logit_softcapping": (_BACKEND - {"vaultgemma"}, (None,)),
+    "bias": (_LIKE_LLAMA, (False, None, "attention_bias")),
+    "dual_chunk_attention_config": (frozenset({"hyperclovax", "qwen2", "qwen3", "qwen3_moe"}), (None,)),
+    "final_logit_softcapping": (_BACKEND - {"nanochat", "vaultgemma"}, (None,)),
+    "interleaved_sliding_window": (frozenset({"jais2"}), ()),
+    "layer_rope_theta": (frozenset({"granite"}), (None,)),
+    "layer_types": (frozenset({"granite"}), (None,)),  # also gives each head a sink
+    "logit_scale": (_LIKE_LLAMA | _BACKEND | {"hyperclovax"}, (1.0,)),
+    "mlp_bias": (frozenset({"ernie4_5", "exaone4", "glm", "ministral3", "mistral", "phi3"}), (False, None)),
+    "n_inner": (frozenset({"phi"}), (None,)),
+    "norm_eps": (frozenset({"stablelm"}), ("layer_norm_eps",)),
+    "qk_norm": (frozenset({"qwen2"}), (False, None)),
+    "qkv_bias": (_LLAMA | {"apertus"}, ("attention_bias",)),
+    "rms_norm_eps": (frozenset({"cohere", "cohere2"}), (None,)),
+    "use_qk_norm": (frozenset({"cohere2"}), (False, None)),
+}
+# Fields of which vLLM computes with one value, made of others.
+_HEAD_DIM = frozenset({"phi", "qwen2"})
+_FOUR_TIMES = {"falcon": "ffn_hidden_size", "phi": "intermediate_size"}
+
 # Types whose layers all have the config's `sliding_window`, and those that choose by `layer_types`; in transformers,
 # and in vLLM. All others have no window in transformers, and vLLM gives a window that the config names to all layers,
 # where `layer_types` does not say otherwise.
-_WINDOW_ON_ALL = frozenset({"mistral", "ministral3", "phi3", "starcoder2"})
+_WINDOW_ON_ALL = frozenset({"mistral", "ministral3", "mixtral", "phi3", "qwen3_moe", "starcoder2"})
 _WINDOW_BY_LAYER = frozenset({
     "cohere2", "cwm", "exaone4", "gemma2", "gemma3_text", "granite_swa", "ministral", "olmo3", "qwen2", "qwen3",
     "smollm3", "vaultgemma",
 })  # fmt: skip
-_VLLM_BY_LAYER = (_WINDOW_BY_LAYER | {"apertus", "granite", "llama", "mistral", "ministral3"}) - {"qwen2", "qwen3"}
+_VLLM_BY_LAYER = (_WINDOW_BY_LAYER | _LLAMA | _BACKEND | {"apertus"}) - {"qwen2", "qwen3"}
 # Types whose attention in transformers rotates a part of each head; the others rotate all of it, whatever the config
 # says. vLLM reads the field.
 _ROTATES_PART = frozenset({"glm", "glm4", "nemotron", "persimmon", "phi", "phi3", "stablelm"})
@@ -112,6 +147,18 @@ def check_function(config: Any, max_length: int | None = None, *, doing: str = "
             f"{doing}: the config of this {text.model_type} has {field}={found!r}, and vLLM computes such models with "
             f"{' or '.join(map(repr, values))} alone, so it would sample from another function than the trainer's. Use "
             "a model with that value."
+        )
+    if text.model_type == "falcon" and text.alibi:
+        raise NotYetSupportedError(
+            f"{doing}: the config of this falcon has alibi=True, and vLLM computes those biases in float32, "
+            "transformers rounds them to bf16, so it would sample from another function than the trainer's. Use a "
+            "falcon with rotary positions."
+        )
+    for field, found in _read_by_vllm(text):
+        raise NotYetSupportedError(
+            f"{doing}: the config of this {text.model_type} has {field}={found!r}, and vLLM reads that field, "
+            "transformers does not, so it would sample from another function than the trainer's. Take the field out of "
+            "config.json: both sides then compute what the trainer does now."
         )
     limit = function_limit(config)
     if limit is not None and max_length is not None and max_length > limit.length:
@@ -181,24 +228,24 @@ def _say(text: str) -> None:
 
 def _unread(text: Any) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     """(field, its value, those with which vLLM computes) of every field whose value vLLM does not take over."""
-    assumed = {"hidden_act": ("silu",)} if text.model_type in _SILU else {}
+    assumed = {"is_causal": (True,)} | ({"hidden_act": ("silu",)} if text.model_type in _SILU else {})
     for field, values in (assumed | _FIELDS.get(text.model_type, {})).items():
         found = getattr(text, field, values[0])
         if found not in values:
             yield field, found, values
     heads = getattr(text, "num_attention_heads", None)
-    if text.model_type == "qwen2" and getattr(text, "head_dim", None) not in (None, text.hidden_size // heads):
+    if text.model_type in _HEAD_DIM and getattr(text, "head_dim", None) not in (None, text.hidden_size // heads):
         yield "head_dim", text.head_dim, (text.hidden_size // heads,)
+    if (wide := _FOUR_TIMES.get(text.model_type)) and getattr(text, wide) != 4 * text.hidden_size:
+        yield wide, getattr(text, wide), (4 * text.hidden_size,)
     is_mixed = len(set(getattr(text, "layer_types", None) or ())) > 1
     if text.model_type in ("qwen2", "qwen3") and is_mixed and text.max_window_layers != text.num_hidden_layers:
         yield "max_window_layers", text.max_window_layers, (text.num_hidden_layers,)  # vLLM does not start
-    if text.model_type == "phi" and text.intermediate_size != 4 * text.hidden_size:
-        yield "intermediate_size", text.intermediate_size, (4 * text.hidden_size,)
     if text.model_type == "phi" and text.num_key_value_heads != heads:
         yield "num_key_value_heads", text.num_key_value_heads, (heads,)
     for rope in _ropes(text):
         part = rope.get("partial_rotary_factor")
-        if part not in (None, 1.0) and text.model_type in COMPARED - _ROTATES_PART:
+        if part not in (None, 1.0) and text.model_type in _KNOWN - _ROTATES_PART:
             yield "partial_rotary_factor", part, (1.0,)
         if rope.get("rope_type") == "longrope" and (original := rope.get("original_max_position_embeddings")):
             # vLLM reads neither factor nor attention_factor, transformers no mscale; both make them of the lengths, if
@@ -211,6 +258,18 @@ def _unread(text: Any) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
                     yield field, found, (round(value, 4),)
         if text.model_type == "glm" and part != 0.5:
             yield "partial_rotary_factor", part, (0.5,)
+
+
+def _read_by_vllm(text: Any) -> Iterator[tuple[str, Any]]:
+    """(field, its value) of every field that vLLM reads and transformers does not, if the value changes something."""
+    for field, (types, neutral) in _READ_BY_VLLM.items():
+        if text.model_type in types and hasattr(text, field):
+            found = getattr(text, field)
+            if found not in [getattr(text, each, False) if isinstance(each, str) else each for each in neutral]:
+                yield field, found
+    for rope in _ropes(text):
+        if rope.get("rope_type") == "dynamic" and "alpha" in rope and text.model_type in _KNOWN - {"hunyuan_v1_dense"}:
+            yield "alpha", rope["alpha"]
 
 
 def _ropes(text: Any) -> Iterator[dict[str, Any]]:
@@ -256,7 +315,7 @@ def _of_windows(text: Any) -> Limit | None:
         return Limit(
             window, f"vLLM's windows have {window + 1} tokens, those of transformers {window} (sliding_window)"
         )
-    if ours == theirs or text.model_type not in COMPARED:
+    if ours == theirs or text.model_type not in _KNOWN:
         return None
     return Limit(
         window,

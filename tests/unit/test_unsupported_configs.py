@@ -93,6 +93,8 @@ def test_up_to_which_length_both_sides_are_one_function(kind, fields, length):
         ("CohereConfig", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ("Qwen3Config", {"attention_bias": True}, "attention_bias=True"),
         ("PhiConfig", {"intermediate_size": 128}, "intermediate_size=128"),
+        ("Qwen2Config", {"dual_chunk_attention_config": {"chunk_size": 262144, "local_size": 8192}},
+            "Take the field out of config.json"),
     ],
 )  # fmt: skip
 def test_prepare_rejects_what_vllm_would_compute_otherwise(kind, fields, said, tmp_path, capsys):
