@@ -803,9 +803,9 @@ def test_a_trained_run_is_served_by_its_name_alone(base, tmp_path):
         logits = [policy(input_ids=torch.tensor([ids])).logits[0].float().log_softmax(-1) for ids in SEQUENCES]
     likeliest = [each[-1].topk(2) for each in logits]
     surest = max(range(len(SEQUENCES)), key=lambda i: float(likeliest[i].values.diff().abs()))
-    end = int(likeliest[surest].indices[0])
+    last = int(likeliest[surest].indices[0])
     config = json.loads((run / "config.json").read_text())
-    (run / "config.json").write_text(json.dumps(config | {"ends": [1, end]}))
+    (run / "config.json").write_text(json.dumps(config | {"ends": [1, last]}))
     command = [sys.executable, "-m", "qlora_rl.cli", "serve", str(run), "--port", "0", "--api-key-file", str(key),
     "--ready-file",
                str(ready), "--max-model-length", "64", "--max-num-seqs", "4"]  # fmt: skip
@@ -818,7 +818,7 @@ def test_a_trained_run_is_served_by_its_name_alone(base, tmp_path):
             assert verify_base(load_base(base), engine).is_verified
             found = [engine.score(SEQUENCES, bare=bare) for bare in (False, True)]
             ended = engine.generate([SEQUENCES[surest]], max_tokens=4, temperature=0.0)
-        assert (ended.completion_ids, ended.has_ended) == ([[end]], [True])  # as the run's own completions
+        assert (ended.completion_ids, ended.has_ended) == ([[last]], [True])  # as the run's own completions
         own = [
             logits_TV[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
             for logits_TV, ids in zip(logits, SEQUENCES, strict=True)
