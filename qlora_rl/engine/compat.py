@@ -354,12 +354,22 @@ def _shut_down(llm: LLM, *, owns_process_group: bool) -> None:
         finalizer.detach()
     core = client.engine_core
     core.structured_output_manager.clear_backend()
-    core.model_executor.shutdown()
+    _end(core.model_executor)
     core.scheduler.shutdown()
     gc.unfreeze()
     multiprocessing.active_children()
     if _alive == 0:
         destroy_model_parallel()
+
+
+def _end(executor: Any) -> None:
+    """From 0.33 on a launcher's executor also destroys the groups that all engines of this process share."""
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    if _alive > 0 and isinstance(executor, UniProcExecutor):
+        UniProcExecutor.shutdown(executor)
+    else:
+        executor.shutdown()
 
 
 def may_sleep(*, lends: bool) -> bool:
@@ -484,7 +494,7 @@ def server_arguments(
     own = {**arguments, "host": host, "port": port, "api_server_count": 1, "served_model_name": [name]}
     fixed = {
         "api_key", "uds", "root_path", "headless", "middleware", "config", "model_tag", "load_format", "quantization",
-        "grpc",
+        "grpc", "grpc_port",
     }  # fmt: skip
     changed = {name for name, value in vars(asked).items() if value != getattr(plain, name, None)}
     taken = sorted(changed & (fixed | set(own)))

@@ -3,6 +3,7 @@
 import gc
 import importlib.metadata
 import importlib.util
+import json
 import logging
 import os
 import re
@@ -72,6 +73,15 @@ def test_workflows_run_targets_that_exist_on_every_python_that_is_promised():
     publish = files["release"]["jobs"]["publish"]
     assert publish["permissions"] == {"id-token": "write"}
     assert "secrets." not in (ROOT / ".github" / "workflows" / "release.yml").read_text()
+
+
+def test_the_selection_for_every_stack_names_files_that_exist():
+    spec = importlib.util.spec_from_file_location("stack", ROOT / "scripts" / "test_stack.py")
+    stack = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(stack)
+    assert all((ROOT / "tests" / file).is_file() for files in stack.GROUPS.values() for file in files)
+    written = json.loads((ROOT / "benchmarks" / "results" / "stacks.json").read_text())
+    assert all(set(each["rows"]) <= {*stack.GROUPS, stack.DEMO} for each in written.values())
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
