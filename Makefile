@@ -1,15 +1,17 @@
-# Every target makes .venv first where there is none. PYTHON picks the interpreter (3.11 or 3.12).
+# Every target makes $(VENV) first where there is none. PYTHON picks the interpreter (3.11 or 3.12), VLLM another vLLM for the CPU: `make test
+# VLLM=0.32.0` has .venv-0.32.0 for it.
 PYTHON ?= python3
-VENV := .venv
+VLLM ?=
+VENV ?= .venv$(addprefix -,$(VLLM))
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.qlora-rl-setup
 
-.PHONY: setup demo test unit test-full gpu gpu-check bench dist docs lint format clean
+.PHONY: setup demo test unit test-stack test-full gpu gpu-check bench dist docs lint format clean
 
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml scripts/setup.sh
-	PYTHON=$(PYTHON) VENV=$(VENV) bash scripts/setup.sh
+	PYTHON=$(PYTHON) VENV=$(VENV) QLORA_RL_VLLM=$${QLORA_RL_VLLM:-$(VLLM)} bash scripts/setup.sh
 	touch $(STAMP)
 
 demo: $(STAMP)              ## the whole thing on this machine: a 4-bit model learns by RL
@@ -30,6 +32,9 @@ test: $(STAMP)              ## unit tests, then real vLLM and real bitsandbytes
 
 unit: $(STAMP)              ## no vLLM, two minutes
 	$(AS) $(PY) -m pytest tests/unit $(ARGS)
+
+test-stack: $(STAMP)        ## a quarter of an hour of the tests, recorded for docs/engine.md: `make test-stack VLLM=0.32.0`
+	$(PY) scripts/test_stack.py $(ARGS)
 
 test-full: $(STAMP)         ## long matrices and soak runs
 	$(AS) QLORA_RL_TEST_EXAMPLES=sampled OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest $(ACROSS) -m "not gpu" $(ARGS)
@@ -62,4 +67,4 @@ format: $(STAMP)
 	$(VENV)/bin/ruff format .
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf .venv .venv-* build *.egg-info

@@ -499,6 +499,27 @@ def mixture_rollouts() -> str:
     )
 
 
+def stacks() -> str:
+    """What of the tests was run with which versions of the libraries, as scripts/test_stack.py has recorded it."""
+    found = _load("stacks.json")
+    lines = ["| " + " | ".join(["", *(f"vLLM {version}" for version in found)]) + " |", "|---" * (len(found) + 1) + "|"]
+    for name in ("torch", "transformers", "trl", "peft", "bitsandbytes", "python"):
+        lines.append("| " + " | ".join([name, *(stack["versions"][name] for stack in found.values())]) + " |")
+    for name in dict.fromkeys(name for stack in found.values() for name in stack["rows"]):
+        cells = []
+        for stack in found.values():
+            row = stack["rows"].get(name)
+            if row is None:
+                cells.append("not run")
+                continue
+            counts = [f"{row[kind]} {kind}" for kind in ("passed", "skipped", "failed") if row.get(kind)]
+            if "mismatch_kl_max" in row:
+                counts.append(f"mismatch KL at most {_power(row['mismatch_kl_max'])}")
+            cells.append(", ".join(counts))
+        lines.append("| " + " | ".join([name, *cells]) + " |")
+    return "\n".join(lines)
+
+
 def shared_base() -> str:
     """Resident memory with two copies of the base and with one."""
     result = _load("shared_base.json")
@@ -775,6 +796,7 @@ TABLES = {
     "demo-seeds": demo_seeds,
     "base-proof": base_proof,
     "shared-base": shared_base,
+    "stacks": stacks,
     "mixtures": mixtures,
     "pictures": pictures,
     "mixture-routing": mixture_routing,

@@ -2,8 +2,8 @@
 # Makes $VENV with everything that the demo and the tests need; called by `make setup`.
 # CPU or CUDA is decided by the presence of a working NVIDIA driver (QLORA_RL_STACK=cpu|cuda overrides). With PACKAGE=WHEEL the wheel is
 # installed with what a user needs, instead of the checkout with what a contributor does. QLORA_RL_TORCH=2.13.0 takes the plain index's
-# torch for the CPU as well, gigabytes with CUDA, where PyTorch's own index cannot be reached. QLORA_RL_VLLM=0.26.0 takes the oldest vLLM that is
-# supported, with its torch, on the CPU; the plain index's torch for it is 2.11.0.
+# torch for the CPU as well, gigabytes with CUDA, where PyTorch's own index cannot be reached. QLORA_RL_VLLM=0.26.0 or 0.32.0 takes the oldest or the
+# newest vLLM that is supported, with its torch, on the CPU; the plain index's torch for 0.26.0 is 2.11.0.
 set -euo pipefail
 
 PYTHON=${PYTHON:-python3}
@@ -11,12 +11,12 @@ VENV=${VENV:-.venv}
 PACKAGE=${PACKAGE:-}
 VLLM=${QLORA_RL_VLLM:-0.31.0}
 case $VLLM in
-  0.31.0)
-    TORCH=2.13.0+cpu     # the torch that this vLLM is built against
+  0.31.0 | 0.32.0)
+    TORCH=2.13.0+cpu     # the torch that these are built against
     TORCHVISION=0.28.0   # that of this torch
     BNB_PLUGIN=0.0.3 ;;  # vLLM's bitsandbytes, outside of vLLM since 0.28
   0.26.0) TORCH=2.11.0+cpu TORCHVISION=0.26.0 BNB_PLUGIN= ;;
-  *) echo "setup: QLORA_RL_VLLM=$VLLM: the torch of this version is not known here. Use 0.31.0 or 0.26.0" >&2; exit 1 ;;
+  *) echo "setup: QLORA_RL_VLLM=$VLLM: the torch of this version is not known here. Use 0.26.0, 0.31.0 or 0.32.0" >&2; exit 1 ;;
 esac
 TORCH=${QLORA_RL_TORCH:-$TORCH}
 

@@ -1,10 +1,12 @@
 """`export_adapter`: the live adapter in canonical form, without touching the model.
 
-vLLM applies one factor `lora_alpha / r` to all modules and ignores `rank_pattern`, `alpha_pattern` and `set_scale`.
-So the live factor of each layer is folded into its B (with one rounding in all), smaller ranks are padded with
-zeros, and the config says `lora_alpha == r`: the delta of a module is B @ A and nothing else.
+vLLM reads a config, which says nothing of `set_scale`, and before 0.32 it ignores `rank_pattern` and `alpha_pattern`
+and applies one factor `lora_alpha / r` to all modules. So the live factor of each layer is folded into its B (with one
+rounding in all), smaller ranks are padded with zeros, and the config says `lora_alpha == r`: the delta of a module is
+B @ A and nothing else.
 
-Source of the trap: vllm/lora/peft_helper.py drops the config keys that it does not know.
+Source of the trap: vllm/lora/peft_helper.py drops the config keys that it does not know, and from 0.32 on rejects
+starts that change the base (PiSSA, OLoRA, CorDA, LoftQ), whose names are not written here.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Installed versions against the ranges that qlora-rl's own metadata asks for: there is no second list of them."""
+"""Installed versions against the ranges that qlora-rl's own metadata, and vLLM's, ask for: there is no second list of
+them."""
 
 from __future__ import annotations
 
 import platform
+import re
 import sys
 from dataclasses import replace
 from importlib import metadata
@@ -79,8 +81,19 @@ def _vllm(asked: list[Requirement]) -> list[Finding]:
     if len(here) > 1:
         advice = "they are one package under two names: pip uninstall both, then install one"
         return [Finding(PART, "vllm", " and ".join(here), "problem", advice)]
-    found = [_judge(each) for each in _of_extra(asked, _VLLM[here[0]]) if each.name == here[0]]
+    is_cpu, gpu = _VLLM[here[0]] == "cpu", {each.name: each for each in _of_extra(asked, "cuda")}
+    found = [_judge(Requirement(f"{here[0]}{gpu['vllm'].specifier}"))]
+    if is_cpu and found[0].state == "problem":
+        found = [replace(found[0], advice="`make setup` in a checkout installs one with its torch")]
     if installed(_PLUGIN):
-        found += [_judge(each) for each in _of_extra(asked, "cuda") if each.name == _PLUGIN]
-    # What `engine/compat.py` takes is more than what the tests run; the trial says whether it can be used.
+        found.append(_judge(gpu[_PLUGIN]))
+    # Its compiled code is made for one torch; another build of it (`+cpu`) serves as well.
+    for each in map(Requirement, metadata.requires(here[0]) or ()):
+        if each.name in ("torch", "transformers") and _always(each):
+            judged = _judge(Requirement(f"{each.name}{re.sub(r'[+][a-z0-9]+', '', str(each.specifier))}"))
+            index = " --extra-index-url https://download.pytorch.org/whl/cpu" if is_cpu and each.name == "torch" else ""
+            if judged.state == "problem":
+                advice = f"pip install '{each.name}{each.specifier}'{index}"
+                found.append(replace(judged, name=f"{each.name} for {here[0]}", advice=advice))
+    # What `engine/compat.py` takes is more than what the extra asks for; the trial says whether it can be used.
     return [replace(each, state="note") if each.state == "problem" else each for each in found]

@@ -1,13 +1,14 @@
 """vLLM's moved and version-dependent names, and private ones, each with its reason and the condition of its removal.
 
-Versions: vLLM 0.26 to 0.31; the tests run on these two (`QLORA_RL_VLLM` of scripts/setup.sh). Nothing here runs at
-import.
+Versions: vLLM 0.26 to 0.32; scripts/test_stack.py runs a selection of the tests on them, and docs/engine.md has what
+came of it. Nothing here runs at import.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import importlib.metadata
 import importlib.util
 import multiprocessing
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 OLDEST = (0, 26)
+BELOW = (0, 33)  # of the `cuda` extra, too
 PLUGIN_SINCE = (0, 28)
 LENT_SLEEP_SINCE = (0, 31)
 
@@ -50,9 +52,14 @@ def vllm_version() -> str:
         )
     if release(version) < OLDEST:
         raise MissingDependencyError(
-            f"looking for vLLM: version={version} < {OLDEST[0]}.{OLDEST[1]}. Upgrade: pip install 'vllm>=0.28,<0.32'"
+            f"looking for vLLM: version={version} < {OLDEST[0]}.{OLDEST[1]}. Upgrade: {pip_line(PLUGIN_SINCE)}"
         )
     return version
+
+
+def pip_line(since: tuple[int, int]) -> str:
+    """The command that installs an accepted vLLM, from `since` on."""
+    return f"pip install 'vllm>={since[0]}.{since[1]},<{BELOW[0]}.{BELOW[1]}'"
 
 
 def release(version: str) -> tuple[int, int]:
@@ -87,6 +94,28 @@ def require_bitsandbytes_support() -> str:
             "they register the same operator (vllm#52802). Remove one: pip uninstall vllm-bnb-plugin"
         )
     return "vllm"
+
+
+# Modules that have moved: where they are, the newest place first.
+PLACES = {
+    "cli_args": (
+        "vllm.entrypoints.common.cli_args",  # from 0.33 on
+        "vllm.entrypoints.launchers.cli_args",  # 0.29 to 0.32
+    ),
+}
+
+
+def moved(name: str) -> Any:
+    """A module of `PLACES`, from where this vLLM has it.
+
+    Raises:
+        ModuleNotFoundError: it is in none of them.
+    """
+    *newer, oldest = PLACES[name]
+    for place in newer:
+        with contextlib.suppress(ModuleNotFoundError):
+            return importlib.import_module(place)
+    return importlib.import_module(oldest)
 
 
 def platform_is_cpu() -> bool:
@@ -325,12 +354,22 @@ def _shut_down(llm: LLM, *, owns_process_group: bool) -> None:
         finalizer.detach()
     core = client.engine_core
     core.structured_output_manager.clear_backend()
-    core.model_executor.shutdown()
+    _end(core.model_executor)
     core.scheduler.shutdown()
     gc.unfreeze()
     multiprocessing.active_children()
     if _alive == 0:
         destroy_model_parallel()
+
+
+def _end(executor: Any) -> None:
+    """From 0.33 on a launcher's executor also destroys the groups that all engines of this process share."""
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    if _alive > 0 and isinstance(executor, UniProcExecutor):
+        UniProcExecutor.shutdown(executor)
+    else:
+        executor.shutdown()
 
 
 def may_sleep(*, lends: bool) -> bool:
@@ -370,7 +409,7 @@ def require_dense_beside_adapters() -> None:
 
 def _require(since: tuple[int, int], doing: str, instead: str = "") -> None:
     if release(version := vllm_version()) < since:
-        way = f"pip install 'vllm>=0.31,<0.32'{instead and ', or '}{instead}"
+        way = f"{pip_line((0, 31))}{instead and ', or '}{instead}"
         raise MissingDependencyError(f"{doing}: vLLM {version} keeps what that needs elsewhere. Upgrade: {way}")
 
 
@@ -440,10 +479,10 @@ def server_arguments(
     Raises:
         ConfigConflictError: an option sets what is ours, or vLLM does not take it.
     """
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    parser = make_arg_parser(FlexibleArgumentParser())
+    cli_args = moved("cli_args")
+    parser = cli_args.make_arg_parser(FlexibleArgumentParser())
 
     def reject(message: str) -> NoReturn:
         raise ConfigConflictError(f"reading vLLM's options: {message}. See vLLM's own documentation of its server.")
@@ -455,7 +494,7 @@ def server_arguments(
     own = {**arguments, "host": host, "port": port, "api_server_count": 1, "served_model_name": [name]}
     fixed = {
         "api_key", "uds", "root_path", "headless", "middleware", "config", "model_tag", "load_format", "quantization",
-        "grpc",
+        "grpc", "grpc_port",
     }  # fmt: skip
     changed = {name for name, value in vars(asked).items() if value != getattr(plain, name, None)}
     taken = sorted(changed & (fixed | set(own)))
@@ -468,7 +507,7 @@ def server_arguments(
     if "additional_config" not in changed:
         own["additional_config"] = FirstThing(*dtypes)  # an object of any class, handed to every process
     vars(asked).update(own)
-    validate_parsed_serve_args(asked)
+    cli_args.validate_parsed_serve_args(asked)
     return asked
 
 

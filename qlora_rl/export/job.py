@@ -433,7 +433,7 @@ def _lines(trained: TrainedRun, written: Path, to: str, *, name: str, base: str)
     if to == "adapter":
         lines = {"transformers": f"PeftModel.from_pretrained(qlora_rl.load_base({_text(base)}), {_text(name)})"}
         config = json.loads((written / "adapter_config.json").read_text())
-        # vLLM applies plain LoRA, and drops patterns silently.
+        # vLLM applies plain LoRA, and before 0.32 drops patterns silently.
         if judge_adapter(written, base=trained.base) and not (
             config.get("rank_pattern") or config.get("alpha_pattern")
         ):

@@ -33,6 +33,7 @@ from qlora_rl import (
 from qlora_rl.adapter.merged_weights import iter_weights
 from qlora_rl.base.fingerprint import digest_plain
 from qlora_rl.contracts import DenseEngine, SamplingSpec
+from qlora_rl.engine.compat import release, vllm_version
 from qlora_rl.engine.fleet import replicas as team
 from qlora_rl.engine.staging import STAGES
 
@@ -133,8 +134,11 @@ def whole(fleet, baked, tmp_path, model):
 
 
 def sampled(engine):
+    """Before 0.31 logprobs have equal bits only in batches of equal size, and one actor in the place of two has another
+    one."""
     found = engine.generate(PROMPTS, SAMPLING)
-    return found.completion_ids, found.logprobs, found.version
+    has_equal_bits = release(vllm_version()) >= (0, 31)
+    return found.completion_ids, found.logprobs if has_equal_bits else None, found.version
 
 
 def policies(baked, tmp_path, fleet):

