@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from qlora_rl.commands.codes import ranged
-from qlora_rl.config.data import IMAGES
+from qlora_rl.contracts import IMAGES
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.stages import begin, count
 

@@ -10,7 +10,6 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
             if not arguments.check:  # two that are started together take two names
                 usual = usual_directory(arguments.file)
                 directory = stack.enter_context(claimed(lambda: next_of(usual)))
-                config = replace(config, run=replace(config.run, dir=directory))
+                config = config.model_copy(update={"run": config.run.model_copy(update={"dir": directory})})
             if said := _said_of_directory(arguments.file, config.run.dir):
                 print(said, file=sys.stderr)
         return _checked_or_trained(arguments, config)

@@ -1,18 +1,22 @@
-"""Every field of a document by itself: known, of the right type, within its range, and there if it names a file."""
+"""Every field of a document by itself: pydantic's findings in our words, and what fields name on disk."""
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from collections.abc import Callable, Mapping
+from functools import reduce
 from typing import Any
+
+from pydantic import ValidationError
 
 from qlora_rl.adapter.methods import CHANGES_WEIGHTS
 from qlora_rl.base.hub import missing_path
 from qlora_rl.config import data, rewards
-from qlora_rl.config.findings import Finding, check_value, elsewhere, nearest, not_among, show
+from qlora_rl.config.findings import Finding, elsewhere, misfit, nearest, show, words
 from qlora_rl.config.paths import all_uses, is_file, split_reward
-from qlora_rl.config.schema import ALIASES, KINDS, METHODS, TABLES, TRAIN, Adapter, Reward, options
+from qlora_rl.config.schema import ALIASES, KINDS, SAMPLING, TABLES, Reward, RunConfig, Table, options
 from qlora_rl.config.trl_fields import LIMITS
 
 # What others call a way to train, and what comes closest to it here.
@@ -29,38 +33,87 @@ _OTHER_METHODS = {
 }
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
+# Where a value stands in a document: ("method",), ("adapter", "r"), ("rewards", 0, "use").
+_Way = tuple[Any, ...]
 
-def check_document(document: Mapping[str, Any]) -> list[Finding]:
-    """Everything that is wrong with single fields; what `[train]` holds is TRL's to judge."""
-    found = _check_method(document)
-    known = ["method", *TABLES, TRAIN]
-    for name, held in document.items():
-        if name not in known:
-            found.append(Finding(name if not isinstance(held, Mapping) else f"[{name}]", _unknown(name, known)))
-    if not isinstance(document.get(TRAIN, {}), Mapping):
-        found.append(Finding(f"[{TRAIN}]", f"{show(document[TRAIN])} is not a table"))
+
+def check_document(document: Mapping[str, Any]) -> tuple[RunConfig, list[Finding]]:
+    """What is right of a document, and everything that is wrong with single fields; `[train]` is TRL's to judge.
+
+    Returns:
+        The run, with defaults in place of what is wrong ("" where a field has none), and the findings.
+    """
+    whole: dict[str, Any] = {"base": {}, "data": {}, **document}
+    wrong: dict[_Way, str] = {}
+    try:
+        config = RunConfig.model_validate(whole)
+    except ValidationError as errors:
+        for each in errors.errors(include_url=False, include_context=False):
+            wrong.setdefault(_field_of(each["loc"]), each["type"])
+        config = _right_of(whole, wrong)
+    return config, [_finding(whole, way, kind) for way, kind in wrong.items()] + _look(config, wrong)
+
+
+def _field_of(loc: _Way) -> _Way:
+    """pydantic goes on into a union, a list or a table that is the value of a field."""
+    if loc[0] == "rewards":
+        return loc[:3] if len(loc) > 2 else loc[:1]
+    return loc[:2] if loc[0] in TABLES else loc[:1]
+
+
+def _at(document: Any, way: _Way) -> Any:
+    return reduce(lambda held, key: held[key], way, document)
+
+
+def _right_of(whole: Mapping[str, Any], wrong: Mapping[_Way, str]) -> RunConfig:
+    right = copy.deepcopy(dict(whole))
+    for way in sorted(wrong, key=len, reverse=True):
+        _at(right, way[:-1]).pop(way[-1], None)
     for name, table in TABLES.items():
-        held = document.get(name)
-        if table is Reward:
-            found += _check_rewards(name, held)
-        elif held is None:
-            found += _missing(f"[{name}]", table, {})
-        elif isinstance(held, Mapping):
-            found += _check_table(f"[{name}]", table, held)
-        else:
-            found.append(Finding(f"[{name}]", f"{show(held)} is not a table"))
-    return found
+        must = {field: "" for field, known in options(table).items() if "default" not in known}
+        held = right.get(name, [{}] if (name,) in wrong else [])
+        right[name] = [must | each for each in held] if table is Reward else must | right.get(name, {})
+    method = right.get("method", "")
+    return RunConfig.model_validate({**right, "method": method or SAMPLING[0]}).model_copy(update={"method": method})
 
 
-def check_field(table: type, name: str, place: str, value: Any) -> list[Finding]:
-    """One field of our own tables: its type and range, and what it names."""
-    hint, rules = options(table)[name]
-    if (table, name) == (Adapter, "kind") and (way := _way_to(value)):
-        return [Finding(place, f"{show(value)} is none of {', '.join(map(show, rules.choices))}. {way}")]
-    found = check_value(place, value, hint, rules)
-    if not found and (look := _LOOKS.get((table.__name__, name)) or _LOOKS.get(rules.kind)):
-        found = [Finding(place, text) for text in look(value)]
-    return found
+def _place(config: Any, way: _Way) -> str:
+    """A place for readers: "[adapter] r", "[[rewards]] number 1 use" where there are several."""
+    if way[0] != "rewards":
+        return f"[{way[0]}] {way[1]}"
+    return f"[[rewards]] {f'number {way[1]} ' if len(config) > 1 else ''}{way[2]}"
+
+
+def _finding(whole: Mapping[str, Any], way: _Way, kind: str) -> Finding:
+    """One of pydantic's."""
+    name, value = way[-1], None if kind == "missing" else _at(whole, way)
+    if len(way) == 1:
+        return _finding_at_top(name, value, kind)
+    known = options(TABLES[way[0]])
+    place = _place(whole.get("rewards"), way)
+    if kind == "extra_forbidden":
+        return Finding(place, _unknown(name, known, place.removesuffix(f" {name}")))
+    if kind == "missing":
+        return Finding(place, f"is missing: {known[name]['description']}, such as {show(known[name]['example'])}")
+    meant = _way_to(value) if way == ("adapter", "kind") else ""
+    return Finding(
+        place, f"{show(value)} is not {words(known[name])}. {meant}" if meant else misfit(value, known[name])
+    )
+
+
+def _finding_at_top(name: str, value: Any, kind: str) -> Finding:
+    if kind == "extra_forbidden":
+        return Finding(f"[{name}]" if isinstance(value, Mapping) else name, _unknown(name, RunConfig.model_fields))
+    if name == "rewards":
+        return Finding("[[rewards]]", "is a list of tables: write [[rewards]] above each reward function")
+    if name != "method":
+        return Finding(f"[{name}]", f"{show(value)} is not a table")
+    methods = options(RunConfig)["method"]
+    if kind == "missing":
+        return Finding(name, f"is missing. Choose {words(methods)}")
+    if isinstance(value, str) and (closest := _OTHER_METHODS.get(value.lower())):
+        return Finding(name, f"{show(value)} is not {words(methods)}. The closest to it is {closest}")
+    return Finding(name, misfit(value, methods))
 
 
 def _way_to(kind: Any) -> str:
@@ -70,55 +123,6 @@ def _way_to(kind: Any) -> str:
         return f"Write {KINDS[word]}"
     is_known = word.replace("-", "_").upper() in CHANGES_WEIGHTS
     return "A file trains LoRA; pass this method to a trainer in Python: peft_config=" if is_known else ""
-
-
-def _check_method(document: Mapping[str, Any]) -> list[Finding]:
-    if "method" not in document:
-        return [Finding("method", f"is missing. Choose one of {', '.join(map(show, METHODS))}")]
-    method = document["method"]
-    if not isinstance(method, str):
-        return [Finding("method", f"{show(method)} is not a string in quotes")]
-    if method in METHODS:
-        return []
-    if closest := _OTHER_METHODS.get(method.lower()):
-        known = ", ".join(map(show, METHODS))
-        return [Finding("method", f"{show(method)} is none of {known}. The closest to it is {closest}")]
-    return [Finding("method", not_among(method, METHODS))]
-
-
-def _check_rewards(name: str, held: Any) -> list[Finding]:
-    if held is None:
-        return []
-    if not isinstance(held, list) or not all(isinstance(each, Mapping) for each in held):
-        return [Finding(f"[[{name}]]", "is a list of tables: write [[rewards]] above each reward function")]
-    found = []
-    for number, each in enumerate(held):
-        place = f"[[{name}]]" if len(held) == 1 else f"[[{name}]] number {number}"
-        wrong = _check_table(place, Reward, each)
-        if not wrong:
-            arguments = rewards.check_arguments(each["use"], each.get("arguments", {}))
-            wrong = [Finding(f"{place} arguments", text) for text in arguments]
-        found += wrong
-    return found
-
-
-def _check_table(place: str, table: type, held: Mapping[str, Any]) -> list[Finding]:
-    known = options(table)
-    found = _missing(place, table, held)
-    for name, value in held.items():
-        if name in known:
-            found += check_field(table, name, f"{place} {name}", value)
-        else:
-            found.append(Finding(f"{place} {name}", _unknown(name, known, place)))
-    return found
-
-
-def _missing(place: str, table: type, held: Mapping[str, Any]) -> list[Finding]:
-    return [
-        Finding(f"{place} {name}", f"is missing: {rules.says}, such as {show(rules.example)}")
-        for name, (_, rules) in options(table).items()
-        if rules.is_required and name not in held
-    ]
 
 
 def _unknown(name: str, known: Any, place: str = "") -> str:
@@ -131,6 +135,24 @@ def _unknown(name: str, known: Any, place: str = "") -> str:
     if name.startswith("vllm_"):  # TRL's own
         return f"unknown; did you mean [train] {name}?"
     return f"unknown; there are {', '.join(known)}"
+
+
+def _look(config: RunConfig, wrong: Mapping[_Way, str]) -> list[Finding]:
+    """What fields name, where their values are of the right type."""
+    tables: dict[_Way, Table] = {(name,): getattr(config, name) for name in TABLES if name != "rewards"}
+    tables |= {("rewards", number): each for number, each in enumerate(config.rewards)}
+    found = []
+    for way, table in tables.items():
+        if way[:1] in wrong:
+            continue
+        known = options(type(table))
+        said = [each for each in known if each in table.model_fields_set and (*way, each) not in wrong]
+        looks = {each: _LOOKS[kind] for each in said if (kind := known[each]["kind"]) in _LOOKS}
+        texts = [(each, text) for each, look in looks.items() for text in look(getattr(table, each))]
+        if isinstance(table, Reward) and not texts and not any(each[:2] == way for each in wrong):
+            texts = [("arguments", text) for text in rewards.check_arguments(table.use, table.arguments)]
+        found += [Finding(_place(config.rewards, (*way, each)), text) for each, text in texts]
+    return found
 
 
 # --- what a value names -------------------------------------------------------------------------------------------
@@ -217,14 +239,14 @@ def _look_at_patterns(value: Mapping[str, str]) -> list[str]:
     return found
 
 
-_LOOKS: Mapping[Any, Callable[[Any], list[str]]] = {
+_LOOKS: Mapping[str, Callable[[Any], list[str]]] = {
     "model": _look_at_model,
     "data": _look_at_data,
     "reward": rewards.check_use,
     "function": _look_at_functions,
-    ("Data", "prompt_template"): _look_at_template,
-    ("Data", "extract"): _look_at_patterns,
-    ("Rollout", "api_key_file"): _look_at_key,
-    ("Rollout", "where"): _look_at_where,
-    ("Adapter", "start_from"): _look_at_adapter,
+    "template": _look_at_template,
+    "patterns": _look_at_patterns,
+    "file": _look_at_key,
+    "where": _look_at_where,
+    "adapter": _look_at_adapter,
 }

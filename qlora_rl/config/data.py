@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import errno
 import functools
@@ -12,7 +13,6 @@ import re
 import string
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from importlib.resources import files as package_files
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 from qlora_rl.base.hub import hub_reachable, why_missing
 from qlora_rl.config.paths import DATA_FILES, is_file
 from qlora_rl.config.schema import Data
+from qlora_rl.contracts import IMAGES
 from qlora_rl.errors import ConfigConflictError, collected
 from qlora_rl.image_io import read_image
 
@@ -31,8 +32,6 @@ _SPEAKERS = {"human": "user", "gpt": "assistant"}
 _SAID_BY = {"prompt": "user", "completion": "assistant", "chosen": "assistant", "rejected": "assistant"}
 # TRL reads the template's arguments of a row there, where its config has no field for them.
 TEMPLATE_COLUMN = "chat_template_kwargs"
-# Where TRL looks for the images of a row.
-IMAGES = "images"
 # The place that a template ends with, the blank lines before it, and the ends of lines after it.
 _LAST_PLACE = re.compile(r"\n*(\{[^{}]*\})(\n*)\Z")
 # How datasets says which configurations there are.
@@ -68,24 +67,45 @@ def check_files(files: Sequence[str]) -> list[str]:
     return found
 
 
-def columns_after(files: Any, names: Mapping[str, str]) -> list[str] | None:
-    """Columns of a dataset on disk when they are renamed; `None` where they cannot be known before it is loaded."""
+def known_columns(files: str | list[str] | None) -> list[str] | None:
+    """Columns of a dataset on disk; `None` where they cannot be known before it is loaded."""
     first = files[0] if isinstance(files, list) and files else files
     if not isinstance(first, str) or not first.endswith(DATA_FILES) or not os.path.isfile(first) or _check_rows(first):
         return None
-    back = {old: new for new, old in names.items()}
-    return [back.get(name, name) for name in _columns(first)]
+    return _columns(first)
 
 
-def taken_names(names: Mapping[str, str], columns: Sequence[str]) -> list[str]:
-    """Which of the new names two columns would have, and which columns would have two; each with the way out."""
-    olds = list(names.values())
-    twice = [f"{old} gets two names, and a column has one" for old in dict.fromkeys(olds) if olds.count(old) > 1]
-    return twice + [
-        f"there is a column {new} already, and {old} is to be renamed to it; rename that one too: {new}_before = "
-        f"'{new}'"
-        for new, old in names.items()
-        if new in columns and new not in olds
+def columns_after(data: Data, there: Sequence[str]) -> list[str]:
+    """The columns when they are renamed and the prompt is built."""
+    back = {old: new for new, old in data.columns.items()}
+    return [back.get(name, name) for name in there] + (["prompt"] if data.prompt_template is not None else [])
+
+
+def column_problems(data: Data, there: Sequence[str]) -> list[tuple[str, str]]:
+    """What fields of [data] ask of columns that a dataset does not have: field and text, with the way out."""
+    olds = list(data.columns.values())
+    asked = [("images", data.images), *(("columns", old) for old in olds)]
+    with contextlib.suppress(ValueError):  # it is no template, which is said
+        asked += [("prompt_template", name) for name in placeholders(data.prompt_template or "")]
+    found = [(field, name, there) for field, name in asked if name is not None and name not in there]
+    after = columns_after(data, there)
+    found += [("extract", name, after) for name in data.extract if name not in after and not found]
+    return [
+        *((field, f"there is no column {name!r}; there are {', '.join(names)}") for field, name, names in found),
+        *(
+            ("columns", f"{old} gets two names, and a column has one")
+            for old in dict.fromkeys(olds)
+            if olds.count(old) > 1
+        ),
+        *(
+            (
+                "columns",
+                f"there is a column {new} already, and {old} is to be renamed to it; rename that one too: "
+                f"{new}_before = '{new}'",
+            )
+            for new, old in data.columns.items()
+            if new in there and new not in olds
+        ),
     ]
 
 
@@ -294,7 +314,7 @@ def _with_messages(dataset: Any) -> Any:
     )
 
 
-@contextmanager
+@contextlib.contextmanager
 def _without_log() -> Iterator[None]:
     """Nothing of datasets is logged while it loads."""
     from datasets.utils import logging
@@ -322,6 +342,10 @@ def _broken_line(files: Sequence[str]) -> str:
 
 
 def _shaped(dataset: Any, data: Data, has_template_field: bool, files: str | list[str]) -> Any:
+    if problems := column_problems(data, dataset.column_names):
+        raise collected(
+            "loading the data", [f"[data] {field}: {text}" for field, text in problems], ConfigConflictError
+        )
     if data.limit is not None:
         dataset = dataset.select(range(min(data.limit, len(dataset))))
     images = _images_of(dataset, data, files)
@@ -341,18 +365,8 @@ def _shaped(dataset: Any, data: Data, has_template_field: bool, files: str | lis
 
 
 def _with_columns(dataset: Any, data: Data, has_template_field: bool) -> Any:
-    missing = [old for old in data.columns.values() if old not in dataset.column_names]
-    wanted = placeholders(data.prompt_template) if data.prompt_template is not None else []
-    missing += [name for name in wanted if name not in dataset.column_names]
-    if missing:
-        raise ConfigConflictError(
-            f"loading the data: it has no column {', '.join(missing)}, but {', '.join(dataset.column_names)}. Fix "
-            "[data] columns or prompt_template."
-        )
-    if taken := taken_names(data.columns, dataset.column_names):
-        raise ConfigConflictError(f"loading the data: [data] columns: {', '.join(taken)}.")
     if data.prompt_template is not None:
-        template = data.prompt_template
+        template, wanted = data.prompt_template, placeholders(data.prompt_template)
         for name in wanted:
             for row, value in enumerate(dataset[name]):
                 check_filling(value, name, f"loading the data: [data] prompt_template: row {row}")
@@ -360,7 +374,8 @@ def _with_columns(dataset: Any, data: Data, has_template_field: bool) -> Any:
     if data.columns:
         dataset = dataset.rename_columns({old: new for new, old in data.columns.items()})
     for name, pattern in data.extract.items():
-        dataset = _extracted(dataset, name, re.compile(pattern))
+        values = extracted(dataset[name], name, re.compile(pattern))
+        dataset = dataset.remove_columns(name).add_column(name, values)
     return _as_chat(dataset, data, has_template_field) if data.format == "chat" else dataset
 
 
@@ -381,10 +396,6 @@ def _images_of(dataset: Any, data: Data, files: str | list[str]) -> Any:
                 f"[data] columns = {{ {texts[0]}_text = '{texts[0]}' }}"
             )
         return None
-    if name not in dataset.column_names:
-        raise ConfigConflictError(
-            f"loading the data: [data] images: it has no column {name}, but {', '.join(dataset.column_names)}."
-        )
     held = dataset.select_columns([name])
     kind = held.features[name]
     if isinstance(kind, Image):
@@ -429,14 +440,6 @@ def stored_image(each: Any, root: Path | None) -> dict[str, Any]:
     if root is None and not os.path.isabs(path):
         raise ValueError("a dataset of the hub must hold its images")
     return {"path": str((root or Path()) / path), "bytes": None}
-
-
-def _extracted(dataset: Any, name: str, pattern: re.Pattern[str]) -> Any:
-    if name not in dataset.column_names:
-        raise ConfigConflictError(
-            f"loading the data: [data] extract: there is no column {name}, but {', '.join(dataset.column_names)}."
-        )
-    return dataset.remove_columns(name).add_column(name, extracted(dataset[name], name, pattern))
 
 
 def extracted(values: Sequence[Any], name: str, pattern: re.Pattern[str]) -> list[str]:

@@ -6,7 +6,7 @@ import logging
 import os
 import shlex
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,14 @@ import qlora_rl
 from qlora_rl.base.hub import hub_reachable, is_local, why_missing
 from qlora_rl.base.model_classes import adaptable, takes_images
 from qlora_rl.base.unsupported_configs import check_positions
-from qlora_rl.config.data import IMAGES, TEMPLATE_COLUMN, columns_after, load_data
+from qlora_rl.config.data import TEMPLATE_COLUMN, columns_after, known_columns, load_data
 from qlora_rl.config.paths import RESOLVED, all_uses, is_file, source_line, source_of, split_reward
 from qlora_rl.config.read import resolved_toml
 from qlora_rl.config.rewards import digest, load_reward, tell_program_tests
-from qlora_rl.config.schema import METHODS, PLANNED, REPLAYING, SCORED, Adapter, Rollout, RunConfig, default
+from qlora_rl.config.schema import METHODS, PLANNED, REPLAYING, SCORED, RunConfig
 from qlora_rl.config.trl_fields import make_args
 from qlora_rl.config.write import value
+from qlora_rl.contracts import IMAGES
 from qlora_rl.distributed import join, ranks
 from qlora_rl.errors import AdapterRejectedError, ConfigConflictError, NotYetSupportedError, collected
 from qlora_rl.stages import begin
@@ -28,7 +29,7 @@ from qlora_rl.stages import begin
 logger = logging.getLogger(__name__)
 
 _DIGEST = "# sha256 of "
-_OURS = ("kind", "start_from", "dtype")
+_OURS = {"kind", "start_from", "dtype"}
 _LOOKED_AT = 1000  # rows of a dataset, by `check_rows`
 # What of [rollout] is no option of the engine.
 _NO_ENGINE = {"where", "api_key_file", "share_base", "max_staleness", "rollout_threads"}
@@ -232,7 +233,7 @@ def check_rows(config: RunConfig) -> bool:
         if is_local(config.base.model):
             raise
         return False
-    few = replace(data, limit=min(data.limit or _LOOKED_AT, _LOOKED_AT))
+    few = data.model_copy(update={"limit": min(data.limit or _LOOKED_AT, _LOOKED_AT)})
     check_talks(config, tokenizer, *load_data(few, has_template_field=True))
     return True
 
@@ -244,8 +245,8 @@ def unused_template(config: RunConfig) -> str:
     Rows of whole texts, and of messages, which TRL puts through the template itself, are no case of it.
     """
     data = config.data
-    first = columns_after(data.train, data.columns)
-    if data.format != "plain" or (first is not None and {"text", "messages", "input_ids"} & set(first)):
+    there = columns_after(data, known_columns(data.train) or ())
+    if data.format != "plain" or {"text", "messages", "input_ids"} & set(there):
         return ""
     try:
         tokenizer = load_tokenizer(config)
@@ -357,8 +358,7 @@ def trainer_arguments(config: RunConfig) -> dict[str, Any]:
     if not METHODS[config.method].samples:
         return found
     rollout, sync = config.rollout, config.sync
-    usual = {each.name: default(each) for each in fields(Rollout)}
-    engine = {name: value for name, value in vars(rollout).items() if name not in _NO_ENGINE and value != usual[name]}
+    engine = {name: value for name, value in rollout.changed().items() if name not in _NO_ENGINE}
     if rollout.where == "colocate" and config.train.get("vllm_enable_sleep_mode") is False:
         engine["enable_sleep"] = (
             False  # the config alone does not tell it from its default, which leaves it to the plan
@@ -411,7 +411,7 @@ def _new_lora(config: RunConfig) -> Any:
     adapter = config.adapter
     if adapter.kind != "lora" or adapter.start_from is not None:
         return None
-    return make_lora({each.name: getattr(adapter, each.name) for each in fields(Adapter) if each.name not in _OURS})
+    return make_lora(adapter.model_dump(exclude=_OURS))
 
 
 def _model(config: RunConfig, args: Any) -> tuple[Any, Any]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from qlora_rl.config.schema import TABLES, Rules, options
+from qlora_rl.config.schema import TABLES, Table, options
 from qlora_rl.locks import is_held
 
 DATA_FILES = (".jsonl", ".json", ".csv", ".parquet")
@@ -135,29 +135,29 @@ def _names(directory: str) -> list[str]:
     return []
 
 
-def _table(table: type, held: Any, root: Path) -> Any:
+def _table(table: type[Table], held: Any, root: Path) -> Any:
     if not isinstance(held, Mapping):
         return held
     known = options(table)
-    return {name: _anchor(known[name][1], each, root) if name in known else each for name, each in held.items()}
+    return {name: _anchor(known[name]["kind"], each, root) if name in known else each for name, each in held.items()}
 
 
-def _anchor(rules: Rules, value: Any, root: Path) -> Any:
+def _anchor(kind: str, value: Any, root: Path) -> Any:
     if isinstance(value, list):
-        return [_anchor(rules, each, root) for each in value]
-    if isinstance(value, Mapping) and rules.kind == "function":
-        return {name: _anchor(rules, each, root) for name, each in value.items()}
+        return [_anchor(kind, each, root) for each in value]
+    if isinstance(value, Mapping) and kind == "function":
+        return {name: _anchor(kind, each, root) for name, each in value.items()}
     if not isinstance(value, str) or not value:
         return value
-    if rules.kind == "out":
+    if kind == "out":
         return _absolute(value, Path.cwd())
-    if rules.kind == "path":
+    if kind in ("path", "file", "adapter"):
         return _absolute(value, root)
-    if rules.kind == "data":
+    if kind == "data":
         return _absolute(value, root) if is_file(value) or os.path.exists(root / value) else value
-    if rules.kind == "model":
+    if kind == "model":
         return _absolute(value, root) if _looks_like_path(value) or os.path.isdir(root / value) else value
-    if rules.kind in ("reward", "function"):
+    if kind in ("reward", "function"):
         path, function = split_reward(value)
         return f"{_absolute(path, root)}:{function}" if path else value
     return value

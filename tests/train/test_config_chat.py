@@ -222,7 +222,7 @@ def test_a_base_without_a_template_is_rejected_before_it_is_made(read, source, t
     ("data", "said"),
     [
         ({"extract": {"answer": r"\$(\d+)€"}}, "is not found in 10 of 10 rows, first in row 0"),
-        ({"extract": {"solution": "a"}}, "there is no column solution, but question, answer"),
+        ({"extract": {"solution": "a"}}, "there is no column 'solution'; there are question, answer"),
         ({"prompt_template": None, "columns": {"text": "question"}}, "needs a column prompt, completion, messages"),
     ],
 )

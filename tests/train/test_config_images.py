@@ -88,7 +88,7 @@ def test_an_image_that_cannot_be_read_is_named_before_anything_is_loaded(rows, t
 
 def test_columns_that_cannot_be_meant_are_rejected(rows):
     data = rows("seen/0.png")
-    with pytest.raises(ConfigConflictError, match="it has no column photo, but"):
+    with pytest.raises(ConfigConflictError, match="there is no column 'photo'"):
         load_data(Data(train=data.train, images="photo", format="chat"))
     with pytest.raises(ConfigConflictError, match=r"column image holds text.*\[data\] images = 'image'"):
         load_data(Data(train=rows("seen/0.png", name="image").train, format="chat"))

@@ -36,6 +36,7 @@ OWNERS = {
     "tensordict": {"torchrl"},
     "ray": {"torchrl", "engine"},
     "deepspeed": {"train"},
+    "pydantic": {"config"},
 }
 # Modules of vLLM that its documentation names; all others are private.
 VLLM_PUBLIC = {"vllm", "vllm.entrypoints.llm", "vllm.lora.request", "vllm.sampling_params"}
