@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 from collections.abc import Callable, Mapping
-from functools import reduce
 from typing import Any
 
 from pydantic import ValidationError
@@ -14,9 +12,9 @@ from pydantic import ValidationError
 from qlora_rl.adapter.methods import CHANGES_WEIGHTS
 from qlora_rl.base.hub import missing_path
 from qlora_rl.config import data, rewards
-from qlora_rl.config.findings import Finding, elsewhere, misfit, nearest, show, words
+from qlora_rl.config.findings import Finding, choices, elsewhere, misfit, nearest, show, words
 from qlora_rl.config.paths import all_uses, is_file, split_reward
-from qlora_rl.config.schema import ALIASES, KINDS, SAMPLING, TABLES, Reward, RunConfig, Table, options
+from qlora_rl.config.schema import ALIASES, KINDS, TABLES, TRAIN, Reward, RunConfig, Table, options
 from qlora_rl.config.trl_fields import LIMITS
 
 # What others call a way to train, and what comes closest to it here.
@@ -33,9 +31,6 @@ _OTHER_METHODS = {
 }
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
-# Where a value stands in a document: ("method",), ("adapter", "r"), ("rewards", 0, "use").
-_Way = tuple[Any, ...]
-
 
 def check_document(document: Mapping[str, Any]) -> tuple[RunConfig, list[Finding]]:
     """What is right of a document, and everything that is wrong with single fields; `[train]` is TRL's to judge.
@@ -43,77 +38,71 @@ def check_document(document: Mapping[str, Any]) -> tuple[RunConfig, list[Finding
     Returns:
         The run, with defaults in place of what is wrong ("" where a field has none), and the findings.
     """
-    whole: dict[str, Any] = {"base": {}, "data": {}, **document}
-    wrong: dict[_Way, str] = {}
-    try:
-        config = RunConfig.model_validate(whole)
-    except ValidationError as errors:
-        for each in errors.errors(include_url=False, include_context=False):
-            wrong.setdefault(_field_of(each["loc"]), each["type"])
-        config = _right_of(whole, wrong)
-    return config, [_finding(whole, way, kind) for way, kind in wrong.items()] + _look(config, wrong)
-
-
-def _field_of(loc: _Way) -> _Way:
-    """pydantic goes on into a union, a list or a table that is the value of a field."""
-    if loc[0] == "rewards":
-        return loc[:3] if len(loc) > 2 else loc[:1]
-    return loc[:2] if loc[0] in TABLES else loc[:1]
-
-
-def _at(document: Any, way: _Way) -> Any:
-    return reduce(lambda held, key: held[key], way, document)
-
-
-def _right_of(whole: Mapping[str, Any], wrong: Mapping[_Way, str]) -> RunConfig:
-    right = copy.deepcopy(dict(whole))
-    for way in sorted(wrong, key=len, reverse=True):
-        _at(right, way[:-1]).pop(way[-1], None)
+    known, train = tuple(RunConfig.model_fields), document.get(TRAIN, {})
+    found = _check_method(document)
+    held: dict[str, Any] = {"method": "" if found else document["method"], TRAIN: train}
+    for name, value in document.items():
+        if name not in known:
+            found.append(Finding(f"[{name}]" if isinstance(value, Mapping) else name, _unknown(name, known)))
+    if not isinstance(train, Mapping):
+        held[TRAIN] = {}
+        found.append(Finding(f"[{TRAIN}]", f"{show(train)} is not a table"))
     for name, table in TABLES.items():
-        must = {field: "" for field, known in options(table).items() if "default" not in known}
-        held = right.get(name, [{}] if (name,) in wrong else [])
-        right[name] = [must | each for each in held] if table is Reward else must | right.get(name, {})
-    method = right.get("method", "")
-    return RunConfig.model_validate({**right, "method": method or SAMPLING[0]}).model_copy(update={"method": method})
+        if name == "rewards":
+            held[name], wrong = _check_rewards(document.get(name, []))
+        else:
+            held[name], wrong = _check_table(f"[{name}]", table, document.get(name, {}))
+        found += wrong
+    return RunConfig.model_construct(**held), found
 
 
-def _place(config: Any, way: _Way) -> str:
-    """A place for readers: "[adapter] r", "[[rewards]] number 1 use" where there are several."""
-    if way[0] != "rewards":
-        return f"[{way[0]}] {way[1]}"
-    return f"[[rewards]] {f'number {way[1]} ' if len(config) > 1 else ''}{way[2]}"
+def _check_method(document: Mapping[str, Any]) -> list[Finding]:
+    method, known = document.get("method"), options(RunConfig)["method"]
+    if "method" not in document:
+        return [Finding("method", f"is missing. Choose {words(known)}")]
+    if isinstance(method, str) and (closest := _OTHER_METHODS.get(method.lower())):
+        return [Finding("method", f"{show(method)} is not {words(known)}. The closest to it is {closest}")]
+    return [] if method in choices(known) else [Finding("method", misfit(method, known))]
 
 
-def _finding(whole: Mapping[str, Any], way: _Way, kind: str) -> Finding:
-    """One of pydantic's."""
-    name, value = way[-1], None if kind == "missing" else _at(whole, way)
-    if len(way) == 1:
-        return _finding_at_top(name, value, kind)
-    known = options(TABLES[way[0]])
-    place = _place(whole.get("rewards"), way)
+def _check_rewards(held: Any) -> tuple[list[Any], list[Finding]]:
+    if not isinstance(held, list) or not all(isinstance(each, Mapping) for each in held):
+        text = "is a list of tables: write [[rewards]] above each reward function"
+        return [Reward(use="")], [Finding("[[rewards]]", text)]
+    places = [f"[[rewards]] number {number}" if len(held) > 1 else "[[rewards]]" for number in range(len(held))]
+    checked = [_check_table(place, Reward, each) for place, each in zip(places, held, strict=True)]
+    return [table for table, _ in checked], [each for _, wrong in checked for each in wrong]
+
+
+def _check_table(place: str, table: type[Table], held: Any) -> tuple[Any, list[Finding]]:
+    """What is right of a table, and what is wrong with its fields and with what they name."""
+    known = options(table)
+    must = {name: "" for name, field in known.items() if "default" not in field}
+    if not isinstance(held, Mapping):
+        return table(**must), [Finding(place, f"{show(held)} is not a table")]
+    wrong: dict[Any, str] = {}
+    try:
+        right = table.model_validate(held)
+    except ValidationError as errors:
+        wrong = {each["loc"][0]: each["type"] for each in errors.errors(include_url=False, include_context=False)}
+        right = table(**must | {name: each for name, each in held.items() if name not in wrong})
+    texts = [(name, _text(place, known, name, kind, held.get(name))) for name, kind in wrong.items()]
+    for name, look in ((name, _LOOKS.get(known[name]["kind"])) for name in held if name not in wrong):
+        texts += [(name, text) for text in (look(held[name]) if look else ())]
+    if isinstance(right, Reward) and not texts:
+        texts = [("arguments", text) for text in rewards.check_arguments(right.use, right.arguments)]
+    return right, [Finding(f"{place} {name}", text) for name, text in texts]
+
+
+def _text(place: str, known: Mapping[str, Any], name: str, kind: str, value: Any) -> str:
+    """What pydantic has found, in our words."""
     if kind == "extra_forbidden":
-        return Finding(place, _unknown(name, known, place.removesuffix(f" {name}")))
+        return _unknown(name, known, place)
     if kind == "missing":
-        return Finding(place, f"is missing: {known[name]['description']}, such as {show(known[name]['example'])}")
-    meant = _way_to(value) if way == ("adapter", "kind") else ""
-    return Finding(
-        place, f"{show(value)} is not {words(known[name])}. {meant}" if meant else misfit(value, known[name])
-    )
-
-
-def _finding_at_top(name: str, value: Any, kind: str) -> Finding:
-    if kind == "extra_forbidden":
-        return Finding(f"[{name}]" if isinstance(value, Mapping) else name, _unknown(name, RunConfig.model_fields))
-    if name == "rewards":
-        return Finding("[[rewards]]", "is a list of tables: write [[rewards]] above each reward function")
-    if name != "method":
-        return Finding(f"[{name}]", f"{show(value)} is not a table")
-    methods = options(RunConfig)["method"]
-    if kind == "missing":
-        return Finding(name, f"is missing. Choose {words(methods)}")
-    if isinstance(value, str) and (closest := _OTHER_METHODS.get(value.lower())):
-        return Finding(name, f"{show(value)} is not {words(methods)}. The closest to it is {closest}")
-    return Finding(name, misfit(value, methods))
+        return f"is missing: {known[name]['description']}, such as {show(known[name]['example'])}"
+    if place == "[adapter]" and name == "kind" and (way := _way_to(value)):
+        return f"{show(value)} is not {words(known[name])}. {way}"
+    return misfit(value, known[name])
 
 
 def _way_to(kind: Any) -> str:
@@ -135,24 +124,6 @@ def _unknown(name: str, known: Any, place: str = "") -> str:
     if name.startswith("vllm_"):  # TRL's own
         return f"unknown; did you mean [train] {name}?"
     return f"unknown; there are {', '.join(known)}"
-
-
-def _look(config: RunConfig, wrong: Mapping[_Way, str]) -> list[Finding]:
-    """What fields name, where their values are of the right type."""
-    tables: dict[_Way, Table] = {(name,): getattr(config, name) for name in TABLES if name != "rewards"}
-    tables |= {("rewards", number): each for number, each in enumerate(config.rewards)}
-    found = []
-    for way, table in tables.items():
-        if way[:1] in wrong:
-            continue
-        known = options(type(table))
-        said = [each for each in known if each in table.model_fields_set and (*way, each) not in wrong]
-        looks = {each: _LOOKS[kind] for each in said if (kind := known[each]["kind"]) in _LOOKS}
-        texts = [(each, text) for each, look in looks.items() for text in look(getattr(table, each))]
-        if isinstance(table, Reward) and not texts and not any(each[:2] == way for each in wrong):
-            texts = [("arguments", text) for text in rewards.check_arguments(table.use, table.arguments)]
-        found += [Finding(_place(config.rewards, (*way, each)), text) for each, text in texts]
-    return found
 
 
 # --- what a value names -------------------------------------------------------------------------------------------
