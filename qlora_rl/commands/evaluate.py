@@ -88,8 +88,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _own_rows(trained: Any, limit: int | None) -> tuple[list[dict[str, Any]], str]:
     """Rows of [data] eval of the run's file, as training has them, and their name."""
-    from qlora_rl.config.data import load_eval
-    from qlora_rl.config.paths import is_file
+    from qlora_rl.data.files import is_file
+    from qlora_rl.data.load import load_eval
 
     data = trained.data
     if data is None or data.eval is None:

@@ -63,8 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
         quieten()  # torch reads its part of the environment when it is imported
         import transformers
 
-        from qlora_rl.config.paths import next_of
-        from qlora_rl.config.read import chooses_directory, read_config, usual_directory
+        from qlora_rl.config.directories import next_of, usual_directory
+        from qlora_rl.config.read import chooses_directory, read_config
         from qlora_rl.train.run import claimed
 
         transformers.logging.set_verbosity_warning()  # at "error" transformers takes the progress line away, too
@@ -177,8 +177,7 @@ def _ended_by_hangup(log: RunLog) -> Iterator[None]:
 
 def _said_of_directory(file: Path, chosen: str) -> str:
     """Why a run is not in the usual directory of its file; empty where it is."""
-    from qlora_rl.config.paths import possible_runs
-    from qlora_rl.config.read import usual_directory
+    from qlora_rl.config.directories import possible_runs, usual_directory
 
     usual = usual_directory(file)
     if chosen == usual:

@@ -11,11 +11,13 @@ from pydantic import ValidationError
 
 from qlora_rl.adapter.methods import CHANGES_WEIGHTS
 from qlora_rl.base.hub import missing_path
-from qlora_rl.config import data, rewards
+from qlora_rl.config import rewards
 from qlora_rl.config.findings import Finding, choices, elsewhere, misfit, nearest, show, words
-from qlora_rl.config.paths import all_uses, is_file, split_reward
+from qlora_rl.config.paths import all_uses, split_reward
 from qlora_rl.config.schema import ALIASES, KINDS, TABLES, TRAIN, Reward, RunConfig, Table, options
 from qlora_rl.config.trl_fields import LIMITS
+from qlora_rl.data.files import check_files, is_file
+from qlora_rl.data.rows import placeholders
 
 # What others call a way to train, and what comes closest to it here.
 _OTHER_METHODS = {
@@ -152,7 +154,7 @@ def _look_at_data(value: str | list[str]) -> list[str]:
             if known
             else [f"{show(names[0])} is neither a .jsonl, .json, .csv or .parquet file nor a name on the hub"]
         )
-    return data.check_files(files)
+    return check_files(files)
 
 
 def _look_at_key(value: str) -> list[str]:
@@ -189,7 +191,7 @@ def _look_at_functions(value: Any) -> list[str]:
 
 def _look_at_template(value: str) -> list[str]:
     try:
-        names = data.placeholders(value)
+        names = placeholders(value)
     except ValueError as error:
         return [f"{show(value)} is no template: {error}. Write braces that are meant twice"]
     return [] if names else [f"{show(value)} names no column; write {{question}} for the column question"]

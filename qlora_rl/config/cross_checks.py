@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import shlex
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from qlora_rl.config.data import check_subset, column_problems, columns_after, known_columns
 from qlora_rl.config.findings import Finding, show
-from qlora_rl.config.paths import has_trained, is_file, next_of
 from qlora_rl.config.rewards import column_of
 from qlora_rl.config.schema import METHODS, SAMPLING, TABLES, Adapter, RunConfig, Table, applies, options
+from qlora_rl.data.files import is_file, known_columns
+from qlora_rl.data.known import check_subset
+from qlora_rl.data.load import column_problems, columns_after
 
 _ENGINE = ("base_compute", "max_num_seqs", "kv_cache_gib", "enforce_eager", "enable_prefix_caching", "vllm")
 _TABLES = tuple(name for name in TABLES if name != "rewards")
@@ -191,42 +190,6 @@ def check_together(config: RunConfig) -> list[Finding]:
         if name in said[rule.table] and rule.when(config)
     ]
     return [*_of_method(config), *found, *_columns(config)]
-
-
-def check_directory(out: str, existing: str) -> list[Finding]:
-    """What is in the way of a run in its directory.
-
-    Args:
-        out: the directory.
-        existing: what [run] existing says.
-    """
-    if os.path.exists(out) and not os.path.isdir(out):
-        return [Finding("[run] dir", f"{out} is a file")]
-    # Rank 0 writes it; other ranks may be on other machines.
-    if os.environ.get("RANK", "0") == "0" and (reason := _why_not_writable(out)):
-        what = "written" if os.path.isdir(out) else "made"
-        return [Finding("[run] dir", f"{out} cannot be {what}: {reason}. Choose another")]
-    if not has_trained(out) or existing not in ("auto", "reject"):
-        return []
-    return [
-        Finding(
-            "[run] dir",
-            f"{out} holds a run. Choose another (--set run.dir={shlex.quote(next_of(out))}), or set [run] existing = "
-            "'resume' (go on from its last checkpoint), "
-            "'overwrite', or 'continue' (begin again at step 1, after its lines); on the command line: --set "
-            "run.existing=overwrite",
-        )
-    ]
-
-
-def _why_not_writable(out: str) -> str:
-    """What is wrong with the directory, or with the first above it that there is; empty where nothing is."""
-    there = os.path.abspath(out)
-    while not os.path.lexists(there):
-        there = os.path.dirname(there)
-    if not os.path.isdir(there):
-        return f"{there} is no directory"
-    return "" if os.access(there, os.W_OK | os.X_OK) else f"{there} is not writable"
 
 
 def _is_url(where: str | list[str]) -> bool:

@@ -14,14 +14,16 @@ import qlora_rl
 from qlora_rl.base.hub import hub_reachable, is_local, why_missing
 from qlora_rl.base.model_classes import adaptable, takes_images
 from qlora_rl.base.unsupported_configs import check_positions
-from qlora_rl.config.data import TEMPLATE_COLUMN, columns_after, known_columns, load_data
-from qlora_rl.config.paths import RESOLVED, all_uses, is_file, source_line, source_of, split_reward
+from qlora_rl.config.directories import RESOLVED, source_line, source_of
+from qlora_rl.config.paths import all_uses, split_reward
 from qlora_rl.config.read import resolved_toml
 from qlora_rl.config.rewards import digest, load_reward, tell_program_tests
 from qlora_rl.config.schema import METHODS, PLANNED, REPLAYING, SCORED, RunConfig
 from qlora_rl.config.trl_fields import make_args
 from qlora_rl.config.write import value
 from qlora_rl.contracts import IMAGES
+from qlora_rl.data.files import is_file, known_columns
+from qlora_rl.data.load import TEMPLATE_COLUMN, columns_after, load_data
 from qlora_rl.distributed import join, ranks
 from qlora_rl.errors import AdapterRejectedError, ConfigConflictError, NotYetSupportedError, collected
 from qlora_rl.stages import begin
@@ -30,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 _DIGEST = "# sha256 of "
 _OURS = {"kind", "start_from", "dtype"}
+# Of [base], how it is quantised: arguments of `prepare_base` by the same names.
+_QUANTIZED = {"double_quant", "blocksize", "compute_dtype", "skip_modules", "quantize_experts", "quantize_tower"}
 _LOOKED_AT = 1000  # rows of a dataset, by `check_rows`
 # What of [rollout] is no option of the engine.
 _NO_ENGINE = {"where", "api_key_file", "share_base", "max_staleness", "rollout_threads"}
@@ -219,13 +223,7 @@ def check_rows(config: RunConfig) -> bool:
         ConfigConflictError: a row cannot be read, or the template does not take it.
     """
     data = config.data
-    names = [
-        each
-        for held in (data.train, data.eval)
-        if held is not None
-        for each in ([held] if isinstance(held, str) else held)
-    ]
-    if data.format != "chat" or data.images is not None or not all(map(is_file, names)):
+    if data.format != "chat" or data.images is not None or not all(map(is_file, _datasets(config))):
         return False
     try:
         tokenizer = load_tokenizer(config)
@@ -264,15 +262,18 @@ def unused_template(config: RunConfig) -> str:
 def unchecked(config: RunConfig, has_rows: bool = False) -> list[str]:
     """What of a run `check_model`, the check of its file and, where it `has_rows`, `check_rows` have not looked at, for
     people."""
-    names = [config.data.train, config.data.eval]
-    files = [each for name in names if name is not None for each in ([name] if isinstance(name, str) else name)]
     first = f"first {_LOOKED_AT:,}" if has_rows else "first"
     rows = [
-        f"rows of {Path(each).name} after the {first}" if is_file(each) else f"the dataset {each}" for each in files
+        f"rows of {Path(each).name} after the {first}" if is_file(each) else f"the dataset {each}"
+        for each in _datasets(config)
     ]
     rewards = [f"what {Path(path).name} does" for each in config.rewards if (path := split_reward(each.use)[0])]
     fits = f"whether it fits (`qlora-rl plan {shlex.quote(config.base.model)}`)"
     return list(dict.fromkeys([*rows, *rewards, "the weights" if has_rows else "the weights and the tokenizer", fits]))
+
+
+def _datasets(config: RunConfig) -> list[str]:
+    return [*all_uses(config.data.train), *all_uses(config.data.eval)]
 
 
 def find_trainer(method: str) -> type:
@@ -423,33 +424,16 @@ def _model(config: RunConfig, args: Any) -> tuple[Any, Any]:
     from qlora_rl.train.setup.methods import check_memory
 
     held, adapter = config.base, config.adapter
-    spec = QuantSpec(
-        held.quant,
-        held.double_quant,
-        held.blocksize,
-        held.compute_dtype,
-        tuple(sorted(held.skip_modules)),
-        held.quantize_experts,
-        held.quantize_tower,
-    )
+    quantized: dict[str, Any] = held.model_dump(include=_QUANTIZED) | {"skip_modules": tuple(sorted(held.skip_modules))}
     lora = _new_lora(config)
     if lora is not None and config.method in PLANNED and config.run.gpu_memory != "auto":
+        spec = QuantSpec(held.quant, **quantized)
         quantization = spec.transformers_config() if spec.is_4bit else {"load_in_4bit": False}
         quantization |= {"quantize_experts": spec.quantize_experts, "quantize_tower": spec.quantize_tower}
         ours, rests = trainer_arguments(config), config.method != "async_grpo"
         check_memory(held.model, args, quantization, lora, ours, rests=rests)
-    base = prepare_base(
-        held.model,
-        spec.quant_type,
-        double_quant=spec.double_quant,
-        blocksize=spec.blocksize,
-        compute_dtype=spec.compute_dtype,
-        skip_modules=spec.skip_modules,
-        quantize_experts=spec.quantize_experts,
-        quantize_tower=spec.quantize_tower,
-        revision=held.revision,
-        trust_remote_code=held.trust_remote_code,
-    )
+    hub: dict[str, Any] = {"revision": held.revision, "trust_remote_code": held.trust_remote_code}
+    base = prepare_base(held.model, held.quant, **quantized, **hub)
     if adapter.start_from is None:
         return base, lora
     doing = f"reading [adapter] start_from = {adapter.start_from!r}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import tomllib
 import warnings
 from collections.abc import Sequence
@@ -13,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from qlora_rl.config.check import check_document
-from qlora_rl.config.cross_checks import check_directory, check_together
+from qlora_rl.config.cross_checks import check_together
+from qlora_rl.config.directories import are_several, check_directory, own_directory, usual_directory
 from qlora_rl.config.findings import Finding, nearest, show
-from qlora_rl.config.paths import anchored, next_of, possible_runs, runs_of
-from qlora_rl.config.schema import SAMPLING, TABLES, TRAIN, Run, RunConfig, Table, applies, options
+from qlora_rl.config.paths import anchored
+from qlora_rl.config.schema import SAMPLING, TABLES, TRAIN, RunConfig, Table, applies, options
 from qlora_rl.config.write import to_toml
 from qlora_rl.errors import ConfigConflictError, MissingDependencyError, collected
 from qlora_rl.memory.cards import card_size
@@ -42,7 +42,7 @@ def read_config(
     document, found = _document(path, overrides)
     config, wrong = check_document(document)
     found += [*wrong, *check_together(config)]
-    usual, uncertain = _own_directory(config.run, path) if trains else (usual_directory(path), [])
+    usual, uncertain = own_directory(config.run, path) if trains else (usual_directory(path), [])
     out = usual if config.run.dir is None else config.run.dir
     found += [*uncertain, *check_directory(out, config.run.existing)] if trains else []
     found += [*_ask_trl(config), *_ask_vllm(config)] if asks_trl else []
@@ -177,43 +177,10 @@ def _import_tools(config: RunConfig) -> list[Finding]:
     return [Finding(f"[{table}] use", text) for table, text in found]
 
 
-def usual_directory(path: Path) -> str:
-    """Of the first run of a file that does not say it."""
-    return str(Path.cwd() / "runs" / path.stem)
-
-
 def chooses_directory(path: Path, overrides: Sequence[str] = ()) -> bool:
     """A run of the file takes the next free directory: nothing else is said, and it is of one process."""
     run = check_document(_document(path, overrides)[0])[0].run
-    return not _are_several() and run.dir is None and run.existing == "auto"
-
-
-def _own_directory(run: Run, path: Path) -> tuple[str, list[Finding]]:
-    """Of a run whose file does not say it: the next free one, or that of its one run, which is resumed, overwritten or
-    continued.
-
-    Which of several runs is meant is never guessed; nor that a run is of this file.
-    """
-    usual, existing = usual_directory(path), run.existing
-    if existing not in ("overwrite", "continue", "resume") or run.dir is not None:
-        # Processes on several machines see different directories, and must agree.
-        return (usual if _are_several() or existing != "auto" else next_of(usual)), []
-    own, possible = runs_of(usual, path), possible_runs(usual, path)
-    chosen = (possible or [usual])[-1]
-    if possible == own and len(own) <= 1 and (chosen == usual or not _are_several()):
-        return chosen, []
-    if len(possible) > 1:
-        why = f"several runs may be meant: {', '.join(possible)}"
-    elif own:
-        why = f"{chosen} is meant, and several processes must be told"
-    else:
-        why = f"{chosen} may be meant, and is not recorded as a run of this file"
-    text = f"'{existing}' without [run] dir: {why}. Say which: --set run.dir={shlex.quote(chosen)}"
-    return usual, [Finding("[run] existing", text)]
-
-
-def _are_several() -> bool:
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return not are_several() and run.dir is None and run.existing == "auto"
 
 
 def _said(method: str, table: Table) -> dict[str, Any]:

@@ -9,11 +9,11 @@ from trl.data_utils import prepare_multimodal_messages
 from vision import SERVED, make_vision_model, picture
 
 from qlora_rl.cli import main
-from qlora_rl.config.data import load_data
 from qlora_rl.config.launch import check_image_counts, launch
 from qlora_rl.config.read import read_config
 from qlora_rl.config.schema import Data
 from qlora_rl.config.write import to_toml
+from qlora_rl.data.load import load_data
 from qlora_rl.engine.images import ImagePrompt
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.inference.prompts import encode, model_inputs, with_images

@@ -15,10 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runfile import GOOD, ROOT, reasons, with_field, written
 
-from qlora_rl.config.cross_checks import check_directory
 from qlora_rl.config.describe import example, markdown
+from qlora_rl.config.directories import check_directory, source_line, source_of
 from qlora_rl.config.launch import record
-from qlora_rl.config.paths import source_line, source_of
 from qlora_rl.config.read import read_config, resolved
 from qlora_rl.config.schema import ALIASES, KINDS, METHODS, TABLES, TRAIN, Reward, applies, options
 from qlora_rl.config.write import to_toml

@@ -17,12 +17,15 @@ from pathlib import Path
 import pytest
 from runfile import GOOD, ROOT, reasons, with_field, written
 
-from qlora_rl.config.data import filled, load_data
 from qlora_rl.config.describe import markdown
+from qlora_rl.config.findings import choices
 from qlora_rl.config.launch import check_model, trainer_arguments
 from qlora_rl.config.read import read_config
 from qlora_rl.config.rewards import load_reward
-from qlora_rl.config.schema import METHODS, Data, Reward
+from qlora_rl.config.schema import METHODS, Base, Data, Reward, RunConfig, options
+from qlora_rl.contracts import QUANT_TYPES
+from qlora_rl.data.load import load_data
+from qlora_rl.data.rows import filled
 from qlora_rl.engine.server import serve
 from qlora_rl.errors import ConfigConflictError, RewardFunctionError
 from qlora_rl.inference.evaluation import read_rows
@@ -312,7 +315,8 @@ def test_our_own_fields_are_checked_without_a_library(tmp_path):
 def test_the_command_knows_every_method():
     from qlora_rl.commands.train import METHODS as known
 
-    assert known == tuple(METHODS)
+    assert known == tuple(METHODS) == tuple(choices(options(RunConfig)["method"]))
+    assert tuple(choices(options(Base)["quant"])) == QUANT_TYPES
 
 
 def test_the_command_names_what_is_wrong_and_ends_with_1(tmp_path, capsys):

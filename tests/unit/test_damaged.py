@@ -14,9 +14,9 @@ from qlora_rl import judge_adapter, load_base, prepare_base
 from qlora_rl.adapter.factory import open_adapter
 from qlora_rl.adapter.store import write_adapter
 from qlora_rl.base.checkpoint import open_base
-from qlora_rl.config.data import load_data
 from qlora_rl.config.schema import Data
 from qlora_rl.contracts import AdapterBundle
+from qlora_rl.data.load import load_data
 from qlora_rl.documents import parse_object
 from qlora_rl.errors import (
     AdapterRejectedError,
