@@ -32,8 +32,6 @@ logger = logging.getLogger(__name__)
 
 _DIGEST = "# sha256 of "
 _OURS = {"kind", "start_from", "dtype"}
-# Of [base], how it is quantised: arguments of `prepare_base` by the same names.
-_QUANTIZED = {"double_quant", "blocksize", "compute_dtype", "skip_modules", "quantize_experts", "quantize_tower"}
 _LOOKED_AT = 1000  # rows of a dataset, by `check_rows`
 # What of [rollout] is no option of the engine.
 _NO_ENGINE = {"where", "api_key_file", "share_base", "max_staleness", "rollout_threads"}
@@ -424,16 +422,33 @@ def _model(config: RunConfig, args: Any) -> tuple[Any, Any]:
     from qlora_rl.train.setup.methods import check_memory
 
     held, adapter = config.base, config.adapter
-    quantized: dict[str, Any] = held.model_dump(include=_QUANTIZED) | {"skip_modules": tuple(sorted(held.skip_modules))}
+    spec = QuantSpec(
+        held.quant,
+        held.double_quant,
+        held.blocksize,
+        held.compute_dtype,
+        tuple(sorted(held.skip_modules)),
+        held.quantize_experts,
+        held.quantize_tower,
+    )
     lora = _new_lora(config)
     if lora is not None and config.method in PLANNED and config.run.gpu_memory != "auto":
-        spec = QuantSpec(held.quant, **quantized)
         quantization = spec.transformers_config() if spec.is_4bit else {"load_in_4bit": False}
         quantization |= {"quantize_experts": spec.quantize_experts, "quantize_tower": spec.quantize_tower}
         ours, rests = trainer_arguments(config), config.method != "async_grpo"
         check_memory(held.model, args, quantization, lora, ours, rests=rests)
-    hub: dict[str, Any] = {"revision": held.revision, "trust_remote_code": held.trust_remote_code}
-    base = prepare_base(held.model, held.quant, **quantized, **hub)
+    base = prepare_base(
+        held.model,
+        spec.quant_type,
+        double_quant=spec.double_quant,
+        blocksize=spec.blocksize,
+        compute_dtype=spec.compute_dtype,
+        skip_modules=spec.skip_modules,
+        quantize_experts=spec.quantize_experts,
+        quantize_tower=spec.quantize_tower,
+        revision=held.revision,
+        trust_remote_code=held.trust_remote_code,
+    )
     if adapter.start_from is None:
         return base, lora
     doing = f"reading [adapter] start_from = {adapter.start_from!r}"
