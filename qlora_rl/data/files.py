@@ -12,7 +12,7 @@ from typing import Any
 
 DATA_FILES = (".jsonl", ".json", ".csv", ".parquet")
 READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-# ShareGPT's column, and what it calls those who speak.
+# ShareGPT's column.
 SHARED = "conversations"
 # Characters in a cell of CSV; csv's own limit is 131,072.
 _LONGEST_CELL = 2**31 - 1

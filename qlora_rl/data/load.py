@@ -26,6 +26,7 @@ from qlora_rl.image_io import read_image
 
 Data = Any  # the table of `config.schema`, which is a layer above
 
+# What ShareGPT calls those who speak.
 _SPEAKERS = {"human": "user", "gpt": "assistant"}
 # TRL reads the template's arguments of a row there, where its config has no field for them.
 TEMPLATE_COLUMN = "chat_template_kwargs"
@@ -104,7 +105,7 @@ def column_problems(data: Data, there: Sequence[str]) -> list[tuple[str, str]]:
     with contextlib.suppress(ValueError):  # it is no template, which is said
         asked += [("prompt_template", name) for name in placeholders(data.prompt_template or "")]
     found = [(field, name, there) for field, name in asked if name is not None and name not in there]
-    after = columns_after(data, there)
+    after = columns_after(data, [name for name in there if name != data.images])
     found += [("extract", name, after) for name in data.extract if name not in after and not found]
     return [
         *((field, f"there is no column {name!r}; there are {', '.join(names)}") for field, name, names in found),
