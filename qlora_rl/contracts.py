@@ -85,6 +85,8 @@ class Rollout:
 
 # Ten times TRL's defaults, which are for full fine-tuning: LWR finds LoRA's best rate there, whatever the rank.
 LEARNING_RATES = {"grpo": 1e-5, "rloo": 1e-5, "sft": 2e-4, "dpo": 1e-5}
+# Where TRL looks for the images of a row.
+IMAGES = "images"
 # How a base can be held.
 QUANT_TYPES = ("nf4", "fp4", "none")
 # Key in the config of an adapter that only a check samples with: a server gives it no model name.

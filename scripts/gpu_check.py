@@ -63,6 +63,7 @@ NEEDED = (
     "datasets",
     "safetensors",
     "httpx",
+    "pydantic",
     "tqdm",
     "vllm",
 )

@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from qlora_rl.advice.chat import Chat
-from qlora_rl.config.data import IMAGES, check_files, known_dataset, read_rows
-from qlora_rl.config.paths import is_file, split_reward
+from qlora_rl.config.paths import split_reward
 from qlora_rl.config.schema import METHODS, Data
+from qlora_rl.contracts import IMAGES
+from qlora_rl.data.files import check_files, is_file
+from qlora_rl.data.known import known_dataset
+from qlora_rl.data.load import read_rows
 from qlora_rl.errors import ConfigConflictError, collected
 from qlora_rl.rewards.numbers import final_number
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from qlora_rl.commands.codes import ranged
-from qlora_rl.config.data import IMAGES
+from qlora_rl.contracts import IMAGES
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.stages import begin, count
 
@@ -43,10 +43,10 @@ def run(arguments: argparse.Namespace) -> int:
         import datasets
 
         datasets.disable_progress_bars()
-        from qlora_rl.config.data import TEMPLATE_COLUMN, load_data
         from qlora_rl.config.launch import check_talks, load_tokenizer, trl_config
         from qlora_rl.config.read import read_config
         from qlora_rl.config.schema import METHODS
+        from qlora_rl.data.load import TEMPLATE_COLUMN, load_data
 
         config = read_config(arguments.file, arguments.overrides)
         args = trl_config(config)

@@ -132,12 +132,12 @@ def _look(arguments: argparse.Namespace) -> int:
         import datasets
 
         datasets.disable_progress_bars()
-        from qlora_rl.config.data import TEMPLATE_COLUMN, load_data
         from qlora_rl.config.launch import check_model, check_talks, load_tokenizer, make_base, trl_config
         from qlora_rl.config.read import read_config
         from qlora_rl.config.rewards import load_reward
         from qlora_rl.config.schema import METHODS
         from qlora_rl.contracts import SamplingSpec
+        from qlora_rl.data.load import TEMPLATE_COLUMN, load_data
         from qlora_rl.inference.first_look import look_at_base
         from qlora_rl.stages import begin
         from qlora_rl.train.metrics.rewards import check_signature
@@ -179,8 +179,8 @@ def _look(arguments: argparse.Namespace) -> int:
 
 def _own_rows(trained: Any, limit: int | None) -> tuple[list[dict[str, Any]], str]:
     """Rows of [data] eval of the run's file, as training has them, and their name."""
-    from qlora_rl.config.data import load_eval
-    from qlora_rl.config.paths import is_file
+    from qlora_rl.data.files import is_file
+    from qlora_rl.data.load import load_eval
 
     data = trained.data
     if data is None or data.eval is None:

@@ -10,7 +10,6 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,8 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
         quieten()  # torch reads its part of the environment when it is imported
         import transformers
 
-        from qlora_rl.config.paths import next_of
-        from qlora_rl.config.read import chooses_directory, read_config, usual_directory
+        from qlora_rl.config.directories import next_of, usual_directory
+        from qlora_rl.config.read import chooses_directory, read_config
         from qlora_rl.train.run import claimed
 
         transformers.logging.set_verbosity_warning()  # at "error" transformers takes the progress line away, too
@@ -75,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
             if not arguments.check:  # two that are started together take two names
                 usual = usual_directory(arguments.file)
                 directory = stack.enter_context(claimed(lambda: next_of(usual)))
-                config = replace(config, run=replace(config.run, dir=directory))
+                config = config.model_copy(update={"run": config.run.model_copy(update={"dir": directory})})
             if said := _said_of_directory(arguments.file, config.run.dir):
                 print(said, file=sys.stderr)
         return _checked_or_trained(arguments, config)
@@ -178,8 +177,7 @@ def _ended_by_hangup(log: RunLog) -> Iterator[None]:
 
 def _said_of_directory(file: Path, chosen: str) -> str:
     """Why a run is not in the usual directory of its file; empty where it is."""
-    from qlora_rl.config.paths import possible_runs
-    from qlora_rl.config.read import usual_directory
+    from qlora_rl.config.directories import possible_runs, usual_directory
 
     usual = usual_directory(file)
     if chosen == usual:

@@ -1,4 +1,4 @@
-"""Every field of a document by itself: known, of the right type, within its range, and there if it names a file."""
+"""Every field of a document by itself: pydantic's findings in our words, and what fields name on disk."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from pydantic import ValidationError
+
 from qlora_rl.adapter.methods import CHANGES_WEIGHTS
 from qlora_rl.base.hub import missing_path
-from qlora_rl.config import data, rewards
-from qlora_rl.config.findings import Finding, check_value, elsewhere, nearest, not_among, show
-from qlora_rl.config.paths import all_uses, is_file, split_reward
-from qlora_rl.config.schema import ALIASES, KINDS, METHODS, TABLES, TRAIN, Adapter, Reward, options
+from qlora_rl.config import rewards
+from qlora_rl.config.findings import Finding, choices, elsewhere, misfit, nearest, show, words
+from qlora_rl.config.paths import all_uses, split_reward
+from qlora_rl.config.schema import ALIASES, KINDS, TABLES, TRAIN, Reward, RunConfig, Table, options
 from qlora_rl.config.trl_fields import LIMITS
+from qlora_rl.data.files import check_files, is_file
+from qlora_rl.data.rows import placeholders
 
 # What others call a way to train, and what comes closest to it here.
 _OTHER_METHODS = {
@@ -30,37 +34,77 @@ _OTHER_METHODS = {
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
-def check_document(document: Mapping[str, Any]) -> list[Finding]:
-    """Everything that is wrong with single fields; what `[train]` holds is TRL's to judge."""
+def check_document(document: Mapping[str, Any]) -> tuple[RunConfig, list[Finding]]:
+    """What is right of a document, and everything that is wrong with single fields; `[train]` is TRL's to judge.
+
+    Returns:
+        The run, with defaults in place of what is wrong ("" where a field has none), and the findings.
+    """
+    known, train = tuple(RunConfig.model_fields), document.get(TRAIN, {})
     found = _check_method(document)
-    known = ["method", *TABLES, TRAIN]
-    for name, held in document.items():
+    held: dict[str, Any] = {"method": "" if found else document["method"], TRAIN: train}
+    for name, value in document.items():
         if name not in known:
-            found.append(Finding(name if not isinstance(held, Mapping) else f"[{name}]", _unknown(name, known)))
-    if not isinstance(document.get(TRAIN, {}), Mapping):
-        found.append(Finding(f"[{TRAIN}]", f"{show(document[TRAIN])} is not a table"))
+            found.append(Finding(f"[{name}]" if isinstance(value, Mapping) else name, _unknown(name, known)))
+    if not isinstance(train, Mapping):
+        held[TRAIN] = {}
+        found.append(Finding(f"[{TRAIN}]", f"{show(train)} is not a table"))
     for name, table in TABLES.items():
-        held = document.get(name)
-        if table is Reward:
-            found += _check_rewards(name, held)
-        elif held is None:
-            found += _missing(f"[{name}]", table, {})
-        elif isinstance(held, Mapping):
-            found += _check_table(f"[{name}]", table, held)
+        if name == "rewards":
+            held[name], wrong = _check_rewards(document.get(name, []))
         else:
-            found.append(Finding(f"[{name}]", f"{show(held)} is not a table"))
-    return found
+            held[name], wrong = _check_table(f"[{name}]", table, document.get(name, {}))
+        found += wrong
+    return RunConfig.model_construct(**held), found
 
 
-def check_field(table: type, name: str, place: str, value: Any) -> list[Finding]:
-    """One field of our own tables: its type and range, and what it names."""
-    hint, rules = options(table)[name]
-    if (table, name) == (Adapter, "kind") and (way := _way_to(value)):
-        return [Finding(place, f"{show(value)} is none of {', '.join(map(show, rules.choices))}. {way}")]
-    found = check_value(place, value, hint, rules)
-    if not found and (look := _LOOKS.get((table.__name__, name)) or _LOOKS.get(rules.kind)):
-        found = [Finding(place, text) for text in look(value)]
-    return found
+def _check_method(document: Mapping[str, Any]) -> list[Finding]:
+    method, known = document.get("method"), options(RunConfig)["method"]
+    if "method" not in document:
+        return [Finding("method", f"is missing. Choose {words(known)}")]
+    if isinstance(method, str) and (closest := _OTHER_METHODS.get(method.lower())):
+        return [Finding("method", f"{show(method)} is not {words(known)}. The closest to it is {closest}")]
+    return [] if method in choices(known) else [Finding("method", misfit(method, known))]
+
+
+def _check_rewards(held: Any) -> tuple[list[Any], list[Finding]]:
+    if not isinstance(held, list) or not all(isinstance(each, Mapping) for each in held):
+        text = "is a list of tables: write [[rewards]] above each reward function"
+        return [Reward(use="")], [Finding("[[rewards]]", text)]
+    places = [f"[[rewards]] number {number}" if len(held) > 1 else "[[rewards]]" for number in range(len(held))]
+    checked = [_check_table(place, Reward, each) for place, each in zip(places, held, strict=True)]
+    return [table for table, _ in checked], [each for _, wrong in checked for each in wrong]
+
+
+def _check_table(place: str, table: type[Table], held: Any) -> tuple[Any, list[Finding]]:
+    """What is right of a table, and what is wrong with its fields and with what they name."""
+    known = options(table)
+    must = {name: "" for name, field in known.items() if "default" not in field}
+    if not isinstance(held, Mapping):
+        return table(**must), [Finding(place, f"{show(held)} is not a table")]
+    wrong: dict[Any, str] = {}
+    try:
+        right = table.model_validate(held)
+    except ValidationError as errors:
+        wrong = {each["loc"][0]: each["type"] for each in errors.errors(include_url=False, include_context=False)}
+        right = table(**must | {name: each for name, each in held.items() if name not in wrong})
+    texts = [(name, _text(place, known, name, kind, held.get(name))) for name, kind in wrong.items()]
+    for name, look in ((name, _LOOKS.get(known[name]["kind"])) for name in held if name not in wrong):
+        texts += [(name, text) for text in (look(held[name]) if look else ())]
+    if isinstance(right, Reward) and not texts:
+        texts = [("arguments", text) for text in rewards.check_arguments(right.use, right.arguments)]
+    return right, [Finding(f"{place} {name}", text) for name, text in texts]
+
+
+def _text(place: str, known: Mapping[str, Any], name: str, kind: str, value: Any) -> str:
+    """What pydantic has found, in our words."""
+    if kind == "extra_forbidden":
+        return _unknown(name, known, place)
+    if kind == "missing":
+        return f"is missing: {known[name]['description']}, such as {show(known[name]['example'])}"
+    if place == "[adapter]" and name == "kind" and (way := _way_to(value)):
+        return f"{show(value)} is not {words(known[name])}. {way}"
+    return misfit(value, known[name])
 
 
 def _way_to(kind: Any) -> str:
@@ -70,55 +114,6 @@ def _way_to(kind: Any) -> str:
         return f"Write {KINDS[word]}"
     is_known = word.replace("-", "_").upper() in CHANGES_WEIGHTS
     return "A file trains LoRA; pass this method to a trainer in Python: peft_config=" if is_known else ""
-
-
-def _check_method(document: Mapping[str, Any]) -> list[Finding]:
-    if "method" not in document:
-        return [Finding("method", f"is missing. Choose one of {', '.join(map(show, METHODS))}")]
-    method = document["method"]
-    if not isinstance(method, str):
-        return [Finding("method", f"{show(method)} is not a string in quotes")]
-    if method in METHODS:
-        return []
-    if closest := _OTHER_METHODS.get(method.lower()):
-        known = ", ".join(map(show, METHODS))
-        return [Finding("method", f"{show(method)} is none of {known}. The closest to it is {closest}")]
-    return [Finding("method", not_among(method, METHODS))]
-
-
-def _check_rewards(name: str, held: Any) -> list[Finding]:
-    if held is None:
-        return []
-    if not isinstance(held, list) or not all(isinstance(each, Mapping) for each in held):
-        return [Finding(f"[[{name}]]", "is a list of tables: write [[rewards]] above each reward function")]
-    found = []
-    for number, each in enumerate(held):
-        place = f"[[{name}]]" if len(held) == 1 else f"[[{name}]] number {number}"
-        wrong = _check_table(place, Reward, each)
-        if not wrong:
-            arguments = rewards.check_arguments(each["use"], each.get("arguments", {}))
-            wrong = [Finding(f"{place} arguments", text) for text in arguments]
-        found += wrong
-    return found
-
-
-def _check_table(place: str, table: type, held: Mapping[str, Any]) -> list[Finding]:
-    known = options(table)
-    found = _missing(place, table, held)
-    for name, value in held.items():
-        if name in known:
-            found += check_field(table, name, f"{place} {name}", value)
-        else:
-            found.append(Finding(f"{place} {name}", _unknown(name, known, place)))
-    return found
-
-
-def _missing(place: str, table: type, held: Mapping[str, Any]) -> list[Finding]:
-    return [
-        Finding(f"{place} {name}", f"is missing: {rules.says}, such as {show(rules.example)}")
-        for name, (_, rules) in options(table).items()
-        if rules.is_required and name not in held
-    ]
 
 
 def _unknown(name: str, known: Any, place: str = "") -> str:
@@ -159,7 +154,7 @@ def _look_at_data(value: str | list[str]) -> list[str]:
             if known
             else [f"{show(names[0])} is neither a .jsonl, .json, .csv or .parquet file nor a name on the hub"]
         )
-    return data.check_files(files)
+    return check_files(files)
 
 
 def _look_at_key(value: str) -> list[str]:
@@ -196,7 +191,7 @@ def _look_at_functions(value: Any) -> list[str]:
 
 def _look_at_template(value: str) -> list[str]:
     try:
-        names = data.placeholders(value)
+        names = placeholders(value)
     except ValueError as error:
         return [f"{show(value)} is no template: {error}. Write braces that are meant twice"]
     return [] if names else [f"{show(value)} names no column; write {{question}} for the column question"]
@@ -217,14 +212,14 @@ def _look_at_patterns(value: Mapping[str, str]) -> list[str]:
     return found
 
 
-_LOOKS: Mapping[Any, Callable[[Any], list[str]]] = {
+_LOOKS: Mapping[str, Callable[[Any], list[str]]] = {
     "model": _look_at_model,
     "data": _look_at_data,
     "reward": rewards.check_use,
     "function": _look_at_functions,
-    ("Data", "prompt_template"): _look_at_template,
-    ("Data", "extract"): _look_at_patterns,
-    ("Rollout", "api_key_file"): _look_at_key,
-    ("Rollout", "where"): _look_at_where,
-    ("Adapter", "start_from"): _look_at_adapter,
+    "template": _look_at_template,
+    "patterns": _look_at_patterns,
+    "file": _look_at_key,
+    "where": _look_at_where,
+    "adapter": _look_at_adapter,
 }

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import fields
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from qlora_rl.config.schema import METHODS, TABLES, TRAIN, Method, Reward, Rules, default, options
-from qlora_rl.config.type_hints import words
+from qlora_rl.config.findings import words
+from qlora_rl.config.schema import METHODS, TABLES, TRAIN, Method, Reward, Table, applies, options
 from qlora_rl.config.write import value
 from qlora_rl.contracts import LEARNING_RATES
 
@@ -40,9 +39,8 @@ def markdown() -> str:
     for name, table in TABLES.items():
         head = f"[[{name}]]" if table is Reward else f"[{name}]"
         rows = [
-            f"| `{each.name}` | {_type(options(table)[each.name])} | {_default(each)} | "
-            f"{options(table)[each.name][1].says} |"
-            for each in fields(table)
+            f"| `{field}` | {words(known).replace(chr(39), '`')} | {_default(known)} | {known['description']} |"
+            for field, known in options(table).items()
         ]
         says = (table.__doc__ or "").strip()
         parts.append(
@@ -79,19 +77,16 @@ def example(method: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _lines(method: str, table: type) -> Iterator[str]:
-    for each in fields(table):
-        rules: Rules = options(table)[each.name][1]
-        if rules.methods and method not in rules.methods:
+def _lines(method: str, table: type[Table]) -> Iterator[str]:
+    for name, known in options(table).items():
+        if not applies(known, method):
             continue
-        held = default(each)
-        shown = rules.example if held is None or (held in ([], {}) and rules.example is not None) else held
-        if shown is None:
-            shown = "..."
-        comment = "" if rules.is_required else "# "
-        if each.name == "columns" and method in _RENAMED:
+        shown, comment = known.get("default"), "# " if "default" in known else ""
+        if shown in (None, [], {}):
+            shown = known["example"]
+        if name == "columns" and method in _RENAMED:
             comment, shown = "", _RENAMED[method]
-        yield f"{comment}{each.name} = {value(shown)}  # {rules.says}"
+        yield f"{comment}{name} = {value(shown)}  # {known['description']}"
 
 
 def _train_lines(method: str) -> Iterator[str]:
@@ -106,21 +101,10 @@ def _train_lines(method: str) -> Iterator[str]:
         yield f"{name} = {value(shown)}  # {says}"
 
 
-def _type(known: tuple[Any, Rules]) -> str:
-    hint, rules = known
-    if rules.choices:
-        return " or ".join(f"`{choice}`" for choice in rules.choices)
-    is_whole = "a whole number" in words(hint)
-    number = "a whole number" if is_whole else "a number"
-    return words(hint).replace(number, f"{number} {rules.range}".strip()).replace("'", "`")
-
-
-def _default(each: Any) -> str:
-    rules = each.metadata["rules"]
-    if rules.is_required:
+def _default(known: Mapping[str, Any]) -> str:
+    if "default" not in known:
         return "must be given"
-    held = default(each)
-    return "" if held is None else f"`{value(held)}`"
+    return "" if known["default"] is None else f"`{value(known['default'])}`"
 
 
 def _columns(method: Method) -> str:

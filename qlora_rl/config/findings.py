@@ -1,4 +1,4 @@
-"""What is wrong with one value, and where it stands."""
+"""What is wrong with one value, where it stands, and what was probably meant; for readers, out of JSON Schema."""
 
 from __future__ import annotations
 
@@ -7,8 +7,25 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from qlora_rl.config.schema import ALIASES, ELSEWHERE, TABLES, TRAIN, Reward, Rules, options
-from qlora_rl.config.type_hints import choices, fits, words
+from qlora_rl.config.schema import ALIASES, ELSEWHERE, TABLES, TRAIN, Reward, options
+
+_ONE = {
+    "boolean": "true or false",
+    "integer": "a whole number",
+    "number": "a number",
+    "string": "a string in quotes",
+    "array": "a list",
+    "object": "a table",
+    "null": "",
+}
+_MANY = {"boolean": "booleans", "integer": "whole numbers", "number": "numbers", "string": "strings"}
+_BOUNDS = {
+    "minimum": "of at least",
+    "exclusiveMinimum": "above",
+    "maximum": "at most",
+    "exclusiveMaximum": "below",
+}
+_SHOWN = 12  # of the values that there are
 
 
 @dataclass(frozen=True)
@@ -27,18 +44,40 @@ class Finding:
         return f"{self.place}: {self.text}"
 
 
-def check_value(place: str, value: Any, hint: Any, rules: Rules) -> list[Finding]:
-    """At most one finding: the type, or else the range, or else the choice."""
-    if not fits(value, hint):
-        near = nearest(value, choices(hint)) if isinstance(value, str) else ""
-        return [Finding(place, f"{show(value)} is not {words(hint)}{near}")]
-    if isinstance(value, int | float) and not isinstance(value, bool) and not rules.admits(value):
-        return [Finding(place, f"{show(value)} is not {rules.range}")]
-    if rules.choices:
-        for each in value if isinstance(value, list) else [value]:
-            if isinstance(each, str) and each not in rules.choices:
-                return [Finding(place, not_among(each, rules.choices))]
-    return []
+def misfit(value: Any, schema: Mapping[str, Any]) -> str:
+    """A value that pydantic does not take, and what it may be.
+
+    Args:
+        value: as it was written.
+        schema: JSON Schema of the field.
+    """
+    near = nearest(value, choices(schema)) if isinstance(value, str) else ""
+    return f"{show(value)} is not {words(schema)}{near}"
+
+
+def words(schema: Mapping[str, Any]) -> str:
+    """What JSON Schema asks for, for a reader: "a whole number of at least 1", "a list of strings"."""
+    if parts := schema.get("anyOf"):
+        return " or ".join(filter(None, dict.fromkeys(map(words, parts))))
+    if known := _listed(schema):
+        shown = [*map(show, known[:_SHOWN]), *(["..."] if len(known) > _SHOWN else [])]
+        return shown[0] if len(shown) == 1 else f"one of {', '.join(shown)}"
+    inside = schema.get("items", schema.get("additionalProperties"))
+    many = f" of {_MANY.get(inside.get('type'), 'values')}" if isinstance(inside, Mapping) else ""
+    many = f" of {len(schema['prefixItems'])} values" if "prefixItems" in schema else many
+    bounds = " and ".join(f"{word} {schema[bound]:g}" for bound, word in _BOUNDS.items() if bound in schema)
+    return f"{_ONE.get(schema.get('type', ''), 'any value')}{many} {bounds}".rstrip()
+
+
+def choices(schema: Mapping[str, Any]) -> list[str]:
+    """The only texts that JSON Schema admits; none where any text will do."""
+    parts = schema.get("anyOf", [schema])
+    is_free = any(part.get("type") == "string" and not _listed(part) for part in parts)
+    return [] if is_free else [each for part in parts for each in _listed(part) if isinstance(each, str)]
+
+
+def _listed(schema: Mapping[str, Any]) -> list[Any]:
+    return schema.get("enum") or ([schema["const"]] if "const" in schema else [])
 
 
 def not_among(value: str, known: Iterable[str]) -> str:

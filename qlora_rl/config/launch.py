@@ -6,7 +6,7 @@ import logging
 import os
 import shlex
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +14,16 @@ import qlora_rl
 from qlora_rl.base.hub import hub_reachable, is_local, why_missing
 from qlora_rl.base.model_classes import adaptable, takes_images
 from qlora_rl.base.unsupported_configs import check_positions
-from qlora_rl.config.data import IMAGES, TEMPLATE_COLUMN, columns_after, load_data
-from qlora_rl.config.paths import RESOLVED, all_uses, is_file, source_line, source_of, split_reward
+from qlora_rl.config.directories import RESOLVED, source_line, source_of
+from qlora_rl.config.paths import all_uses, split_reward
 from qlora_rl.config.read import resolved_toml
 from qlora_rl.config.rewards import digest, load_reward, tell_program_tests
-from qlora_rl.config.schema import METHODS, PLANNED, REPLAYING, SCORED, Adapter, Rollout, RunConfig, default
+from qlora_rl.config.schema import METHODS, PLANNED, REPLAYING, SCORED, RunConfig
 from qlora_rl.config.trl_fields import make_args
 from qlora_rl.config.write import value
+from qlora_rl.contracts import IMAGES
+from qlora_rl.data.files import is_file, known_columns
+from qlora_rl.data.load import TEMPLATE_COLUMN, columns_after, load_data
 from qlora_rl.distributed import join, ranks
 from qlora_rl.errors import AdapterRejectedError, ConfigConflictError, NotYetSupportedError, collected
 from qlora_rl.stages import begin
@@ -32,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _DIGEST = "# sha256 of "
-_OURS = ("kind", "start_from", "dtype")
+_OURS = {"kind", "start_from", "dtype"}
 _LOOKED_AT = 1000  # rows of a dataset, by `check_rows`
 # What of [rollout] is no option of the engine.
 _NO_ENGINE = {"where", "api_key_file", "share_base", "max_staleness", "rollout_threads"}
@@ -222,13 +225,7 @@ def check_rows(config: RunConfig) -> bool:
         ConfigConflictError: a row cannot be read, or the template does not take it.
     """
     data = config.data
-    names = [
-        each
-        for held in (data.train, data.eval)
-        if held is not None
-        for each in ([held] if isinstance(held, str) else held)
-    ]
-    if data.format != "chat" or data.images is not None or not all(map(is_file, names)):
+    if data.format != "chat" or data.images is not None or not all(map(is_file, _datasets(config))):
         return False
     try:
         tokenizer = load_tokenizer(config)
@@ -236,7 +233,7 @@ def check_rows(config: RunConfig) -> bool:
         if is_local(config.base.model):
             raise
         return False
-    few = replace(data, limit=min(data.limit or _LOOKED_AT, _LOOKED_AT))
+    few = data.model_copy(update={"limit": min(data.limit or _LOOKED_AT, _LOOKED_AT)})
     check_talks(config, tokenizer, *load_data(few, has_template_field=True))
     return True
 
@@ -248,8 +245,8 @@ def unused_template(config: RunConfig) -> str:
     Rows of whole texts, and of messages, which TRL puts through the template itself, are no case of it.
     """
     data = config.data
-    first = columns_after(data.train, data.columns)
-    if data.format != "plain" or (first is not None and {"text", "messages", "input_ids"} & set(first)):
+    there = columns_after(data, known_columns(data.train) or ())
+    if data.format != "plain" or {"text", "messages", "input_ids"} & set(there):
         return ""
     try:
         tokenizer = load_tokenizer(config)
@@ -267,15 +264,18 @@ def unused_template(config: RunConfig) -> str:
 def unchecked(config: RunConfig, has_rows: bool = False) -> list[str]:
     """What of a run `check_model`, the check of its file and, where it `has_rows`, `check_rows` have not looked at, for
     people."""
-    names = [config.data.train, config.data.eval]
-    files = [each for name in names if name is not None for each in ([name] if isinstance(name, str) else name)]
     first = f"first {_LOOKED_AT:,}" if has_rows else "first"
     rows = [
-        f"rows of {Path(each).name} after the {first}" if is_file(each) else f"the dataset {each}" for each in files
+        f"rows of {Path(each).name} after the {first}" if is_file(each) else f"the dataset {each}"
+        for each in _datasets(config)
     ]
     rewards = [f"what {Path(path).name} does" for each in config.rewards if (path := split_reward(each.use)[0])]
     fits = f"whether it fits (`qlora-rl plan {shlex.quote(config.base.model)}`)"
     return list(dict.fromkeys([*rows, *rewards, "the weights" if has_rows else "the weights and the tokenizer", fits]))
+
+
+def _datasets(config: RunConfig) -> list[str]:
+    return [*all_uses(config.data.train), *all_uses(config.data.eval)]
 
 
 def find_trainer(method: str) -> type:
@@ -361,8 +361,7 @@ def trainer_arguments(config: RunConfig) -> dict[str, Any]:
     if not METHODS[config.method].samples:
         return found
     rollout, sync = config.rollout, config.sync
-    usual = {each.name: default(each) for each in fields(Rollout)}
-    engine = {name: value for name, value in vars(rollout).items() if name not in _NO_ENGINE and value != usual[name]}
+    engine = {name: value for name, value in rollout.changed().items() if name not in _NO_ENGINE}
     if rollout.where == "colocate" and config.train.get("vllm_enable_sleep_mode") is False:
         engine["enable_sleep"] = (
             False  # the config alone does not tell it from its default, which leaves it to the plan
@@ -415,7 +414,7 @@ def _new_lora(config: RunConfig) -> Any:
     adapter = config.adapter
     if adapter.kind != "lora" or adapter.start_from is not None:
         return None
-    return make_lora({each.name: getattr(adapter, each.name) for each in fields(Adapter) if each.name not in _OURS})
+    return make_lora(adapter.model_dump(exclude=_OURS))
 
 
 def _spec(config: RunConfig) -> QuantSpec:

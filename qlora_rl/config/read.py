@@ -4,21 +4,19 @@ once."""
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
-import shlex
 import tomllib
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from qlora_rl.config.check import check_document
-from qlora_rl.config.cross_checks import check_directory, check_together
+from qlora_rl.config.cross_checks import check_together
+from qlora_rl.config.directories import are_several, check_directory, own_directory, usual_directory
 from qlora_rl.config.findings import Finding, nearest, show
-from qlora_rl.config.paths import anchored, next_of, possible_runs, runs_of
-from qlora_rl.config.schema import METHODS, SAMPLING, TABLES, TRAIN, Reward, RunConfig, default, options
+from qlora_rl.config.paths import anchored
+from qlora_rl.config.schema import SAMPLING, TABLES, TRAIN, RunConfig, Table, applies, options
 from qlora_rl.config.write import to_toml
 from qlora_rl.errors import ConfigConflictError, MissingDependencyError, collected
 from qlora_rl.memory.cards import card_size
@@ -42,27 +40,28 @@ def read_config(
     """
     path = Path(path)
     document, found = _document(path, overrides)
-    found += check_document(document)
-    found += check_together(document)
-    usual, uncertain = _own_directory(document, path) if trains else (usual_directory(path), [])
-    found += [*uncertain, *check_directory(document, usual)] if trains else []
-    found += [*_ask_trl(document), *_ask_vllm(document), *_import_tools(document)] if asks_trl else []
+    config, wrong = check_document(document)
+    found += [*wrong, *check_together(config)]
+    usual, uncertain = own_directory(config.run, path) if trains else (usual_directory(path), [])
+    out = usual if config.run.dir is None else config.run.dir
+    found += [*uncertain, *check_directory(out, config.run.existing)] if trains else []
+    found += [*_ask_trl(config), *_ask_vllm(config)] if asks_trl else []
+    if asks_trl and not any(each.place.startswith(("[tools]", "[environment]")) for each in wrong):
+        found += _import_tools(config)
     if found:
         raise collected(f"reading {path}", list(dict.fromkeys(map(str, found))), ConfigConflictError)
-    return _settled(document, usual)
+    existing = "reject" if config.run.existing == "auto" else config.run.existing  # the name has been chosen
+    return config.model_copy(update={"run": config.run.model_copy(update={"dir": out, "existing": existing})})
 
 
 def resolved(config: RunConfig) -> dict[str, Any]:
     """The whole run as a document: every field that its method knows, absolute paths."""
     document: dict[str, Any] = {"method": config.method}
-    for name, table in TABLES.items():
+    for name in TABLES:
         held = getattr(config, name)
-        if table is Reward:
-            document |= {name: [_plain(config.method, reward) for reward in held]} if held else {}
-        elif plain := _plain(config.method, held):
-            document[name] = plain
-        if name == "data" and config.train:
-            document[TRAIN] = dict(config.train)
+        found = [_said(config.method, each) for each in (held if name == "rewards" else [held])]
+        document |= {name: found if name == "rewards" else found[0]} if any(found) else {}
+        document |= {TRAIN: dict(config.train)} if name == "data" and config.train else {}
     return document
 
 
@@ -130,143 +129,65 @@ def _value(text: str) -> Any:
         return text
 
 
-def _ask_trl(document: Mapping[str, Any]) -> list[Finding]:
+def _ask_trl(config: RunConfig) -> list[Finding]:
     """What TRL's config of the method has to say about `[train]`."""
     from qlora_rl.config.trl_fields import PLACE, check_train, make_args
     from qlora_rl.train.setup.methods import config_class, contradictions
 
-    method, table = document.get("method"), document.get(TRAIN, {})
-    if not isinstance(method, str) or method not in METHODS or not isinstance(table, Mapping):
+    if not config.method:
         return []
-    config = config_class(method)
-    found = check_train(method, table, config)
-    if found:
+    kind = config_class(config.method)
+    if found := check_train(config.method, config.train, kind):
         return found
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # said when the run makes it
-            args = make_args(config, table)
+            args = make_args(kind, config.train)
     except (ValueError, TypeError, ImportError) as error:
         return [Finding(PLACE, f"TRL rejects it: {' '.join(str(error).split())}")]
-    where = (
-        document.get("rollout", {}).get("where", "colocate") if isinstance(document.get("rollout", {}), Mapping) else ""
-    )
-    return [Finding(PLACE, text) for text in contradictions(method, args, where)] if where else []
+    return [Finding(PLACE, text) for text in contradictions(config.method, args, config.rollout.where)]
 
 
-def _ask_vllm(document: Mapping[str, Any]) -> list[Finding]:
+def _ask_vllm(config: RunConfig) -> list[Finding]:
     """Is it there, where one is to be started, and does it know what `[rollout] vllm` says?"""
-    method, rollout = document.get("method"), document.get("rollout", {})
-    if not isinstance(rollout, Mapping) or method not in SAMPLING:
-        return []
-    if rollout.get("where", "colocate") not in ("colocate", "server", "ray"):
+    where, given = config.rollout.where, config.rollout.vllm
+    if config.method not in SAMPLING or where not in ("colocate", "server", "ray"):
         return []
     from qlora_rl.engine.compat import require_server, vllm_version
     from qlora_rl.engine.options import OWN, vllm_arguments
 
     try:
-        (require_server if rollout.get("where") == "server" else vllm_version)()
+        (require_server if where == "server" else vllm_version)()
     except MissingDependencyError as error:
         return [Finding("[rollout] where", str(error))]
-    given = rollout.get("vllm")
-    if not given or not isinstance(given, Mapping):
-        return []
-    known = vllm_arguments()
-    text = "vLLM has no {}{}"
-    taken = [
-        Finding("[rollout] vllm", f"{show(name)} is set by the engine itself. Leave it out")
-        for name in given
-        if name in OWN
-    ]
-    return taken + [
-        Finding("[rollout] vllm", text.format(show(name), nearest(name, known))) for name in given if name not in known
-    ]
+    taken = [f"{show(name)} is set by the engine itself. Leave it out" for name in given if name in OWN]
+    known = vllm_arguments() if given else ()
+    unknown = [f"vLLM has no {show(name)}{nearest(name, known)}" for name in given if name not in known]
+    return [Finding("[rollout] vllm", text) for text in [*taken, *unknown]]
 
 
-def _import_tools(document: Mapping[str, Any]) -> list[Finding]:
-    """Tools and environments, where nothing is wrong with their names."""
-    named = {name: document[name] for name in ("tools", "environment") if name in document}
-    if not named or any(each.place.startswith(("[tools]", "[environment]")) for each in check_document(named)):
+def _import_tools(config: RunConfig) -> list[Finding]:
+    """Tools and environments, whose names are right."""
+    tools, environment = config.tools.use or [], config.environment.use
+    if not tools and not environment:
         return []
     from qlora_rl.train.setup.tools import check_tools
 
-    tools, environment = (named.get(name, {}).get("use") for name in ("tools", "environment"))
-    found = check_tools(tools or [], environment, has_rewards=bool(document.get("rewards")))
+    found = check_tools(tools, environment, has_rewards=bool(config.rewards))
     return [Finding(f"[{table}] use", text) for table, text in found]
-
-
-def _settled(document: Mapping[str, Any], usual: str) -> RunConfig:
-    tables: dict[str, Any] = {}
-    for name, table in TABLES.items():
-        if table is Reward:
-            tables[name] = tuple(Reward(**_filled(Reward, each)) for each in document.get(name, []))
-        else:
-            tables[name] = table(**_filled(table, document.get(name, {})))
-    run = tables["run"]
-    tables["run"] = replace(
-        run,
-        dir=usual if run.dir is None else run.dir,
-        existing="reject" if run.existing == "auto" else run.existing,  # the name has been chosen
-    )
-    return RunConfig(method=document["method"], train=copy.deepcopy(document.get(TRAIN, {})), **tables)
-
-
-def usual_directory(path: Path) -> str:
-    """Of the first run of a file that does not say it."""
-    return str(Path.cwd() / "runs" / path.stem)
 
 
 def chooses_directory(path: Path, overrides: Sequence[str] = ()) -> bool:
     """A run of the file takes the next free directory: nothing else is said, and it is of one process."""
-    run = _document(path, overrides)[0].get("run", {})
-    return not _are_several() and run.get("dir") is None and run.get("existing", "auto") == "auto"
+    run = check_document(_document(path, overrides)[0])[0].run
+    return not are_several() and run.dir is None and run.existing == "auto"
 
 
-def _own_directory(document: Mapping[str, Any], path: Path) -> tuple[str, list[Finding]]:
-    """Of a run whose file does not say it: the next free one, or that of its one run, which is resumed, overwritten or
-    continued.
-
-    Which of several runs is meant is never guessed; nor that a run is of this file.
-    """
-    usual, run = usual_directory(path), document.get("run")
-    run = run if isinstance(run, Mapping) else {}
-    existing = run.get("existing", "auto")
-    if existing not in ("overwrite", "continue", "resume") or run.get("dir") is not None:
-        # Processes on several machines see different directories, and must agree.
-        return (usual if _are_several() or existing != "auto" else next_of(usual)), []
-    own, possible = runs_of(usual, path), possible_runs(usual, path)
-    chosen = (possible or [usual])[-1]
-    if possible == own and len(own) <= 1 and (chosen == usual or not _are_several()):
-        return chosen, []
-    if len(possible) > 1:
-        why = f"several runs may be meant: {', '.join(possible)}"
-    elif own:
-        why = f"{chosen} is meant, and several processes must be told"
-    else:
-        why = f"{chosen} may be meant, and is not recorded as a run of this file"
-    text = f"'{existing}' without [run] dir: {why}. Say which: --set run.dir={shlex.quote(chosen)}"
-    return usual, [Finding("[run] existing", text)]
-
-
-def _are_several() -> bool:
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
-
-
-def _filled(table: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    found = {}
-    for each in fields(table):
-        value: Any = given.get(each.name, default(each))
-        hint: Any = options(table)[each.name][0]
-        found[each.name] = float(value) if hint in (float, float | None) and value is not None else value
-    return found
-
-
-def _plain(method: str, held: Any) -> dict[str, Any]:
+def _said(method: str, table: Table) -> dict[str, Any]:
     """The fields of a table that the method knows, without what says nothing."""
-    table: Any = type(held)
-    rules = options(table)
+    known = options(type(table))
     return {
-        name: value
-        for name, value in vars(held).items()
-        if value is not None and value != {} and (not rules[name][1].methods or method in rules[name][1].methods)
+        name: each
+        for name, each in table.model_dump().items()
+        if each is not None and each != {} and applies(known[name], method)
     }

@@ -1,17 +1,19 @@
-"""What may stand in the TOML file of a run: one dataclass per table, one `option` per field. Plain data, no library.
+"""What may stand in the TOML file of a run: one pydantic model per table, one `option` per field.
 
-`[train]` is not here: its fields are those of TRL's config of the method, by TRL's names (`config/trl_fields`).
+To add a field, add its line to the model of its table: type, what it does, default, bounds. The check, `--print-schema`
+and `--example` read it here. `[train]` is not here: its fields are those of TRL's config of the method, by TRL's names
+(`config/trl_fields`). What a field names on disk is looked at in `config/check`, by its `kind`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
-from typing import Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal
 
-from qlora_rl.contracts import QUANT_TYPES
+from pydantic import BaseModel, ConfigDict, Field
 
 
 @dataclass(frozen=True)
@@ -65,73 +67,46 @@ REPLAYING = ("grpo", "rloo")  # follow the experts that the engine chose
 SCORED = tuple(name for name in METHODS if name != "online_dpo")  # by TRL's fused head
 
 
-@dataclass(frozen=True)
-class Rules:
-    """Constraints on a value, in addition to its type.
+class Table(BaseModel):
+    """A table of the file: no other fields, no conversions."""
 
-    Attributes:
-        says: what the field does, one line.
-        above, at_least, at_most, below: bounds of a number.
-        choices: the only values; of a text.
-        is_required: there is no default.
-        kind: "path" (made absolute), "model", "data" (a path, or a name on the hub), "reward", "function"
-            ("path.py:name"), or "" for a plain value.
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    def changed(self) -> dict[str, Any]:
+        """The fields that differ from their default."""
+        return self.model_dump(exclude_defaults=True)
+
+
+def option(
+    says: str, default: Any = ..., *, kind: str = "", methods: tuple[str, ...] = (), example: Any = "...", **bounds: Any
+) -> Any:
+    """A field of a table.
+
+    Args:
+        says: what it does, one line.
+        default: without one it must be given.
+        kind: of what it names: "path", "file", "adapter", "out" (made absolute), "model", "data" (a path, or a name on
+            the hub), "reward", "function" ("path.py:name"), "where", "template", "patterns", or "" for a plain value.
         methods: the only methods that know it; empty for all.
-        example: for a template.
+        example: for the file to start from.
+        bounds: of a number, by pydantic's names: ge, gt, le, lt.
     """
-
-    says: str = ""
-    above: float | None = None
-    at_least: float | None = None
-    at_most: float | None = None
-    below: float | None = None
-    choices: tuple[str, ...] = ()
-    is_required: bool = False
-    kind: str = ""
-    methods: tuple[str, ...] = ()
-    example: Any = None
-
-    @property
-    def range(self) -> str:
-        """The bounds in words; empty where there are none."""
-        low = f"above {self.above:g}" if self.above is not None else ""
-        low = f"at least {self.at_least:g}" if self.at_least is not None else low
-        high = f"below {self.below:g}" if self.below is not None else ""
-        high = f"at most {self.at_most:g}" if self.at_most is not None else high
-        return " and ".join(part for part in (low, high) if part)
-
-    def admits(self, number: float) -> bool:
-        """It is within the bounds."""
-        return not (
-            (self.above is not None and not number > self.above)
-            or (self.at_least is not None and not number >= self.at_least)
-            or (self.at_most is not None and not number <= self.at_most)
-            or (self.below is not None and not number < self.below)
-        )
+    extra: Any = {"kind": kind, "methods": list(methods), "example": example}
+    return Field(default, description=says, json_schema_extra=extra, **bounds)
 
 
-def option(says: str, default: Any = MISSING, **rules: Any) -> Any:
-    """A field of a table; without a default it must be given."""
-    metadata = {"rules": Rules(says, is_required=default is MISSING, **rules)}
-    if isinstance(default, list | dict):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return field(default=None if default is MISSING else default, metadata=metadata)
-
-
-@dataclass(frozen=True)
-class Base:
+class Base(Table):
     """The model, and how its frozen base is held."""
 
     model: str = option(
         "hub name, checkpoint directory, or a base made by `qlora-rl prepare`", kind="model", example="Qwen/Qwen3-0.6B"
     )
-    quant: str = option("how the base is quantised", "nf4", choices=QUANT_TYPES)
+    quant: Literal["nf4", "fp4", "none"] = option("how the base is quantised", "nf4")
     double_quant: bool = option("also quantise the block scales", True)
     blocksize: Literal[64, 128, 256, 512, 1024, 2048, 4096] = option("weights that share a scale", 64)
-    compute_dtype: str = option(
+    compute_dtype: Literal["bfloat16", "float16", "float32"] = option(
         "dtype of activations and unquantised weights",
         "bfloat16",
-        choices=("bfloat16", "float16", "float32"),
     )
     skip_modules: list[str] = option(
         "linears to leave unquantised, by name or part of a name", [], example=["down_proj"]
@@ -143,25 +118,23 @@ class Base:
     attn_implementation: str | None = option("transformers' attention in the trainer", None, example="sdpa")
 
 
-@dataclass(frozen=True)
-class Adapter:
+class Adapter(Table):
     """What is trained; the fields of PEFT's `LoraConfig`, and three of ours."""
 
-    kind: str = option(
+    kind: Literal["lora", "none"] = option(
         "`none` trains all weights of a base with quant = 'none' (methods that sample)",
         "lora",
-        choices=("lora", "none"),
     )
     start_from: str | None = option(
-        "adapter or run directory to continue training from; its own LoraConfig is used", None, kind="path"
+        "adapter or run directory to continue training from; its own LoraConfig is used", None, kind="adapter"
     )
-    dtype: str = option("dtype of the trained weights", "float32", choices=("float32", "bfloat16"))
-    r: int = option("rank", 16, at_least=1)
-    lora_alpha: int = option("numerator of the scale alpha / r", 32, at_least=1)
+    dtype: Literal["float32", "bfloat16"] = option("dtype of the trained weights", "float32")
+    r: int = option("rank", 16, ge=1)
+    lora_alpha: int = option("numerator of the scale alpha / r", 32, ge=1)
     target_modules: str | list[str] = option("linears to adapt, by name or pattern", "all-linear")
     exclude_modules: str | list[str] | None = option("linears to leave without an adapter", None, example=["lm_head"])
-    lora_dropout: float = option("dropout before the adapter during training", 0.0, at_least=0.0, below=1.0)
-    bias: str = option("biases to train as well", "none", choices=("none", "all", "lora_only"))
+    lora_dropout: float = option("dropout before the adapter during training", 0.0, ge=0.0, lt=1.0)
+    bias: Literal["none", "all", "lora_only"] = option("biases to train as well", "none")
     use_rslora: bool = option("scale by alpha / sqrt(r)", False)
     use_dora: bool = option("DoRA; synced as full weights", False)
     init_lora_weights: bool | Literal["gaussian", "orthogonal", "pissa", "olora"] = option(
@@ -176,8 +149,7 @@ class Adapter:
     )
 
 
-@dataclass(frozen=True)
-class Data:
+class Data(Table):
     """What it is trained on."""
 
     train: str | list[str] = option(
@@ -197,18 +169,19 @@ class Data:
     prompt_template: str | None = option(
         "builds the column `prompt` from other columns; with format = 'chat' it is the user's turn",
         None,
+        kind="template",
         example="Question: {question}\nAnswer:",
     )
     extract: dict[str, str] = option(
         "replace a column by what a regular expression finds in it (its group, if it has one)",
         {},
+        kind="patterns",
         example={"answer": r"####\s*(.+)"},
     )
-    format: str = option(
+    format: Literal["plain", "chat"] = option(
         "`chat` applies the model's chat template: text in prompts becomes the user's turn, in completions the "
         "assistant's; `plain` uses text as it is",
         "plain",
-        choices=("plain", "chat"),
     )
     system_prompt: str | None = option(
         "system message at the start of every conversation (chat)",
@@ -228,11 +201,10 @@ class Data:
         methods=SEEING,
         example="image",
     )
-    limit: int | None = option("use only the first rows", None, at_least=1, example=1000)
+    limit: int | None = option("use only the first rows", None, ge=1, example=1000)
 
 
-@dataclass(frozen=True)
-class Reward:
+class Reward(Table):
     """A reward function; one `[[rewards]]` for each."""
 
     use: str = option(
@@ -245,8 +217,7 @@ class Reward:
     arguments: dict[str, Any] = option("additional arguments for the function", {}, example={"column": "answer"})
 
 
-@dataclass(frozen=True)
-class Tools:
+class Tools(Table):
     """Functions that the model may call while it answers: TRL's `tools=`."""
 
     use: list[str] | None = option(
@@ -258,8 +229,7 @@ class Tools:
     )
 
 
-@dataclass(frozen=True)
-class Environment:
+class Environment(Table):
     """Objects with a state, one for each completion, whose methods the model may call: TRL's `environment_factory=`."""
 
     use: str | dict[str, str] | None = option(
@@ -271,44 +241,41 @@ class Environment:
     )
 
 
-@dataclass(frozen=True)
-class Rollout:
+class Rollout(Table):
     """Where completions are sampled."""
 
     where: str | list[str] = option(
         "`colocate`: vLLM in this process; `server`: a vLLM server started on this host; `ray`: actors of a Ray "
         "cluster; or URLs of `qlora-rl serve`",
         "colocate",
+        kind="where",
         methods=SAMPLING,
     )
-    api_key_file: str | None = option("file with the API key of that server", None, kind="path", methods=SAMPLING)
+    api_key_file: str | None = option("file with the API key of that server", None, kind="file", methods=SAMPLING)
     share_base: bool | Literal["auto"] = option(
         "trainer and engine share one copy of the base", "auto", methods=SAMPLING
     )
-    max_staleness: int = option(
-        "how many versions old the sampling policy may be", 1, at_least=0, methods=("async_grpo",)
-    )
+    max_staleness: int = option("how many versions old the sampling policy may be", 1, ge=0, methods=("async_grpo",))
     rollout_threads: int | None = option(
         "batches sampled concurrently; default: max_staleness + 1",
         None,
-        at_least=1,
+        ge=1,
         methods=("async_grpo",),
         example=1,
     )
-    base_compute: str = option(
+    base_compute: Literal["nf4", "baked", "auto", "vllm"] = option(
         'how the engine multiplies with the base; on a GPU only "auto" makes a difference',
         "nf4",
-        choices=("nf4", "baked", "auto", "vllm"),
         methods=SAMPLING,
     )
     max_num_seqs: int | None = option(
         "concurrent sequences; by default all of a rollout",
         None,
-        at_least=1,
+        ge=1,
         methods=SAMPLING,
         example=64,
     )
-    kv_cache_gib: float | None = option("size of the KV cache, in GiB", None, above=0.0, methods=SAMPLING, example=2.0)
+    kv_cache_gib: float | None = option("size of the KV cache, in GiB", None, gt=0.0, methods=SAMPLING, example=2.0)
     enforce_eager: bool | None = option("do not use CUDA graphs", None, methods=SAMPLING, example=True)
     enable_prefix_caching: bool = option("reuse the cache of common prompt prefixes", True, methods=SAMPLING)
     vllm: dict[str, Any] = option(
@@ -317,7 +284,7 @@ class Rollout:
         methods=SAMPLING,
         example={"block_size": 32},
     )
-    replicas: int = option("number of engines (ray)", 1, at_least=1, methods=SAMPLING, example=4)
+    replicas: int = option("number of engines (ray)", 1, ge=1, methods=SAMPLING, example=4)
     ray_address: str | None = option(
         "address of the Ray cluster; by default RAY_ADDRESS, or a local cluster (ray)",
         None,
@@ -329,14 +296,12 @@ class Rollout:
     )
 
 
-@dataclass(frozen=True)
-class Sync:
+class Sync(Table):
     """How the policy is synced to the engine, and how that is checked."""
 
-    how: str = option(
+    how: Literal["auto", "lora_adapter", "weights"] = option(
         "`lora_adapter`, `weights` (full weights), or `auto`: whichever the adapter needs",
         "auto",
-        choices=("auto", "lora_adapter", "weights"),
         methods=SAMPLING,
     )
     dir: str | None = option(
@@ -348,37 +313,33 @@ class Sync:
     canary_every: int = option(
         "after every n-th push, check that trainer and engine score fixed sequences alike; 0: never",
         4,
-        at_least=0,
+        ge=0,
         methods=SAMPLING,
     )
-    on_mismatch: str = option(
+    on_mismatch: Literal["stop", "warn"] = option(
         "if rollouts come from another policy: stop the run and name the cause, or only warn",
         "stop",
-        choices=("stop", "warn"),
         methods=SAMPLING,
     )
     allow_base_mismatch: bool = option("train even if the engine has another base", False, methods=SAMPLING)
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(Table):
     """The run directory, and what the run may take."""
 
     dir: str | None = option(
         "directory of the run; by default runs/NAME, after the name of this file", None, kind="out", example="runs/one"
     )
-    existing: str = option(
+    existing: Literal["auto", "reject", "overwrite", "continue", "resume"] = option(
         "what to do if the directory holds a run: `auto` takes the next free name (runs/NAME-2) unless dir is set, "
         "`resume` continues from the last checkpoint",
         "auto",
-        choices=("auto", "reject", "overwrite", "continue", "resume"),
     )
-    seed: int = option("random seed of adapter, data order and sampling", 42, at_least=0)
-    gpu_memory: float | Literal["auto"] = option(
+    seed: int = option("random seed of adapter, data order and sampling", 42, ge=0)
+    gpu_memory: Annotated[float, Field(gt=0)] | Literal["auto"] = option(
         "size of the card in GB, such as 24, with or without a unit; any other number is a limit in GiB; `auto`: "
         "whatever is free",
         "auto",
-        above=0.0,
         methods=PLANNED,
     )
     remove_padding: bool = option(
@@ -391,30 +352,29 @@ class Run:
     )
 
 
-@dataclass(frozen=True)
-class RunConfig:
-    """One run, every field settled but those of TRL, which are as the file gives them.
+class RunConfig(Table):
+    """One run; the fields of `[train]` are as the file gives them.
 
     Attributes:
         method: one of `METHODS`.
         train: fields of TRL's config of the method.
     """
 
-    method: str
+    method: Literal["sft", "dpo", "grpo", "rloo", "online_dpo", "async_grpo"]
     base: Base
-    data: Data
     adapter: Adapter = Adapter()
-    rewards: tuple[Reward, ...] = ()
+    data: Data
+    rewards: list[Reward] = []
     tools: Tools = Tools()
     environment: Environment = Environment()
     rollout: Rollout = Rollout()
     sync: Sync = Sync()
     run: Run = Run()
-    train: Mapping[str, Any] = field(default_factory=dict)
+    train: dict[str, Any] = {}
 
 
 # In the order in which they are shown. [train] is TRL's, [[rewards]] a list of tables.
-TABLES: Mapping[str, type] = MappingProxyType(
+TABLES: Mapping[str, type[Table]] = MappingProxyType(
     {
         "base": Base,
         "adapter": Adapter,
@@ -494,12 +454,12 @@ IDLE = ("do_train", "do_eval", "do_predict")
 
 
 @cache
-def options(table: type) -> Mapping[str, tuple[Any, Rules]]:
-    """The fields of a table: type and rules of each, by name."""
-    hints = get_type_hints(table)
-    return MappingProxyType({each.name: (hints[each.name], each.metadata["rules"]) for each in fields(table)})
+def options(table: type[Table]) -> Mapping[str, Mapping[str, Any]]:
+    """The fields of a table as JSON Schema has them, by name: type, bounds, `default` (none: it must be given),
+    `description`, and ours: `kind`, `methods`, `example`."""
+    return MappingProxyType(table.model_json_schema()["properties"])
 
 
-def default(each: Field[Any]) -> Any:
-    """What a field is when the file does not say it."""
-    return each.default_factory() if each.default_factory is not MISSING else each.default
+def applies(field: Mapping[str, Any], method: str) -> bool:
+    """The method knows the field."""
+    return not field["methods"] or method in field["methods"]

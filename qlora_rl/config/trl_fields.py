@@ -1,53 +1,61 @@
-"""`[train]`: the fields of TRL's own config, checked one by one before TRL sees them."""
+"""`[train]`: the fields of TRL's own config, checked one by one by its type hints before TRL sees them."""
 
 from __future__ import annotations
 
+import json
+import operator
 from collections.abc import Mapping
 from dataclasses import fields
+from enum import Enum
+from functools import cache, reduce
 from types import MappingProxyType
-from typing import Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
-from qlora_rl.config.findings import Finding, check_value, elsewhere, kin
-from qlora_rl.config.schema import ALIASES, ELSEWHERE, IDLE, TRAIN, Rules
-from qlora_rl.config.type_hints import takes_nothing, words
+from pydantic import ConfigDict, Field, TypeAdapter
+
+from qlora_rl.config.findings import Finding, elsewhere, kin, misfit
+from qlora_rl.config.schema import ALIASES, ELSEWHERE, IDLE, TRAIN
 
 PLACE = f"[{TRAIN}]"
-_COUNT, _SHARE, _NOT_NEGATIVE = Rules(at_least=1), Rules(at_least=0, at_most=1), Rules(at_least=0)
+_COUNT: dict[str, Any] = {"ge": 1}
+_SHARE: dict[str, Any] = {"ge": 0, "le": 1}
+_NOT_NEGATIVE: dict[str, Any] = {"ge": 0}
+_POSITIVE: dict[str, Any] = {"gt": 0}
 # TRL and torch find these after the model is loaded, or never.
-LIMITS: Mapping[str, Rules] = MappingProxyType(
+LIMITS: Mapping[str, dict[str, Any]] = MappingProxyType(
     {
         "learning_rate": _NOT_NEGATIVE,
         "weight_decay": _NOT_NEGATIVE,
-        "adam_beta1": Rules(at_least=0, below=1),
-        "adam_beta2": Rules(at_least=0, below=1),
+        "adam_beta1": {"ge": 0, "lt": 1},
+        "adam_beta2": {"ge": 0, "lt": 1},
         "adam_epsilon": _NOT_NEGATIVE,
         "max_grad_norm": _NOT_NEGATIVE,
-        "num_train_epochs": Rules(above=0),
-        "max_steps": Rules(at_least=-1),
+        "num_train_epochs": _POSITIVE,
+        "max_steps": {"ge": -1},
         "warmup_steps": _NOT_NEGATIVE,
         "per_device_train_batch_size": _COUNT,
         "per_device_eval_batch_size": _COUNT,
         "gradient_accumulation_steps": _COUNT,
         "save_total_limit": _COUNT,
         "dataloader_num_workers": _NOT_NEGATIVE,
-        "label_smoothing": Rules(at_least=0, below=0.5),
+        "label_smoothing": {"ge": 0, "lt": 0.5},
         "max_length": _COUNT,
-        "num_generations": Rules(at_least=2),
+        "num_generations": {"ge": 2},
         "num_iterations": _COUNT,
         "steps_per_generation": _COUNT,
         "generation_batch_size": _COUNT,
         "max_completion_length": _COUNT,
         "max_new_tokens": _COUNT,
-        "temperature": Rules(above=0),
-        "top_p": Rules(above=0, at_most=1),
+        "temperature": _POSITIVE,
+        "top_p": {"gt": 0, "le": 1},
         "top_k": _NOT_NEGATIVE,
         "min_p": _SHARE,
-        "repetition_penalty": Rules(above=0),
+        "repetition_penalty": _POSITIVE,
         "epsilon": _NOT_NEGATIVE,
         "epsilon_high": _NOT_NEGATIVE,
         "vllm_max_model_length": _COUNT,
         "vllm_tensor_parallel_size": _COUNT,
-        "vllm_gpu_memory_utilization": Rules(above=0, at_most=1),
+        "vllm_gpu_memory_utilization": {"gt": 0, "le": 1},
     }
 )
 # Texts that TRL takes for anything until the first loss is computed. A test looks for each in TRL's source.
@@ -61,20 +69,21 @@ CHOICES: Mapping[tuple[str, str], tuple[str, ...]] = MappingProxyType(
 )
 # TRL writes `str`, and takes truth values too.
 _HINTS: Mapping[str, Any] = MappingProxyType({"scale_rewards": Literal["group", "batch", "none", True, False]})
+OBJECTS = ("parallelism_config",)  # TOML cannot hold them
 
 
-def train_fields(config: type) -> dict[str, tuple[Any, Rules]]:
-    """Type and rules of every field of a TRL config that belongs into `[train]`, by name."""
-    hints = get_type_hints(config)
-    found = {}
+@cache
+def train_fields(config: type) -> Mapping[str, TypeAdapter[Any]]:
+    """What checks each field of a TRL config that belongs into `[train]`, by name."""
+    hints, found = get_type_hints(config), {}
     for each in fields(config):
-        hint = _HINTS.get(each.name, hints[each.name])
-        if not each.init or each.name.startswith("_") or each.name in ELSEWHERE or each.name in IDLE or not words(hint):
+        if not each.init or each.name.startswith("_") or each.name in (*ELSEWHERE, *IDLE, *OBJECTS):
             continue
-        rules = LIMITS.get(each.name, Rules())
-        choices = tuple(each.metadata.get("choices") or CHOICES.get((config.__name__, each.name), ()))
-        found[each.name] = (hint, Rules(**{**vars(rules), "choices": choices}))
-    return found
+        known = each.metadata.get("choices") or CHOICES.get((config.__name__, each.name))
+        hint = Literal.__getitem__(tuple(known)) if known else _HINTS.get(each.name, _of_toml(hints[each.name]))
+        bounded: Any = Annotated[hint, Field(**LIMITS.get(each.name, {}))]
+        found[each.name] = TypeAdapter(bounded, config=ConfigDict(strict=True))
+    return MappingProxyType(found)
 
 
 def check_train(method: str, table: Mapping[str, Any], config: type) -> list[Finding]:
@@ -88,12 +97,10 @@ def check_train(method: str, table: Mapping[str, Any], config: type) -> list[Fin
     known = train_fields(config)
     found = []
     for name, value in table.items():
-        if name in known:
-            hint, rules = known[name]
-            if not (value == "none" and takes_nothing(hint)):
-                found += check_value(f"{PLACE} {name}", value, hint, rules)
-        else:
+        if name not in known:
             found.append(Finding(f"{PLACE} {name}", _unknown(method, name, known, config)))
+        elif not fits(as_trl(value, known[name]), known[name]):
+            found.append(Finding(f"{PLACE} {name}", misfit(value, known[name].json_schema())))
     return found
 
 
@@ -101,7 +108,7 @@ def make_args(config: type, table: Mapping[str, Any], **own: Any) -> Any:
     """TRL's config object.
 
     Args:
-        table: `[train]`, checked; the text "none" stands for `None` where only that fits.
+        table: `[train]`, checked.
         own: fields that have their place elsewhere in the file.
 
     Raises:
@@ -109,13 +116,32 @@ def make_args(config: type, table: Mapping[str, Any], **own: Any) -> Any:
     """
     import torch
 
-    known = train_fields(config)
-    given = {
-        name: None if value == "none" and takes_nothing(known[name][0]) else value for name, value in table.items()
-    }
+    given = {name: as_trl(value, train_fields(config)[name]) for name, value in table.items()}
     if not torch.cuda.is_available():  # transformers wants to be told
         given = {"use_cpu": True, **given}
     return config(**given, **own)
+
+
+def as_trl(value: Any, field: TypeAdapter[Any]) -> Any:
+    """The value; `None` for the text "none" where that, and no such text, fits: TOML has no null."""
+    return None if value == "none" and not fits(value, field) and fits(None, field) else value
+
+
+def fits(value: Any, field: TypeAdapter[Any]) -> bool:
+    """The field takes the value; as JSON, which has lists for tuples and texts for enumerations, as TOML has."""
+    try:
+        field.validate_json(json.dumps(value))
+    except (ValueError, TypeError):  # pydantic's; a date, which JSON has not
+        return False
+    return True
+
+
+def _of_toml(hint: Any) -> Any:
+    """`SomeEnum | str` is the enumeration: transformers takes its values as text, and no other text."""
+    parts = get_args(hint)
+    if str not in parts or not any(isinstance(part, type) and issubclass(part, Enum) for part in parts):
+        return hint
+    return reduce(operator.or_, (part for part in parts if part is not str))
 
 
 def _unknown(method: str, name: str, known: Mapping[str, Any], config: type) -> str:

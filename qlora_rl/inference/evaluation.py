@@ -21,10 +21,10 @@ from typing import Any, cast
 from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.base.model_classes import load_processor
 from qlora_rl.base.unsupported_configs import engine_positions
-from qlora_rl.config.data import read_file
-from qlora_rl.config.paths import DATA_FILES
 from qlora_rl.contracts import SamplingSpec
 from qlora_rl.cpu_features import warn_of_crowd
+from qlora_rl.data.files import DATA_FILES
+from qlora_rl.data.load import read_file
 from qlora_rl.engine.images import token_ids
 from qlora_rl.errors import ConfigConflictError, RunDirectoryError
 from qlora_rl.image_io import as_thumbnails
@@ -156,7 +156,7 @@ def evaluate(
         samples: G.
         sampling: by default greedy, and as many tokens as in the training of the run, 256 where it sampled nothing.
         engine_options: of `LocalEngine`.
-        are_as_trained: the rows are what [data] makes of its own (`config.data.load_eval`), and stay as they are.
+        are_as_trained: the rows are what [data] makes of its own (`data.load.load_eval`), and stay as they are.
 
     Raises:
         ConfigConflictError: there is nothing to ask, a number is out of its range, or G > 1 greedy completions are

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qlora_rl.config.data import IMAGES, as_conversation, check_filling, extracted, filled, placeholders, stored_image
 from qlora_rl.config.schema import Data
+from qlora_rl.contracts import IMAGES
+from qlora_rl.data.rows import as_conversation, check_filling, extracted, filled, placeholders, stored_image
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.image_io import read_image
 

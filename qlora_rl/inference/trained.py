@@ -15,7 +15,7 @@ from qlora_rl.base.attention.choice import attention_for
 from qlora_rl.base.checkpoint import MANIFEST, PreparedBase, load_base, open_base
 from qlora_rl.base.hub import in_short
 from qlora_rl.base.model_classes import auto_class
-from qlora_rl.config.schema import Data, Reward, options
+from qlora_rl.config.schema import Data, Reward
 from qlora_rl.contracts import SamplingSpec
 from qlora_rl.documents import read_object
 from qlora_rl.errors import BaseIncompleteError, BaseMismatchError, RunDirectoryError
@@ -102,13 +102,12 @@ class TrainedRun:
     def data(self) -> Data | None:
         """[data] of the run's file; `None` where it was trained without one."""
         held = self._file.get("data")
-        return None if held is None else Data(**{name: each for name, each in held.items() if name in options(Data)})
+        return None if held is None else Data.model_construct(**held)
 
     @property
     def rewards(self) -> list[Reward]:
         """[[rewards]] of the run's file; none where it was trained without one, or without rewards."""
-        known = options(Reward)
-        return [Reward(**{n: v for n, v in each.items() if n in known}) for each in self._file.get("rewards", [])]
+        return [Reward.model_construct(**each) for each in self._file.get("rewards", [])]
 
     def load(self) -> Any:
         """The policy as it was trained: the 4-bit base with the adapter; in eval mode.

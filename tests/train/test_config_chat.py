@@ -14,11 +14,11 @@ from trl.chat_template_utils import qwen3_chat_template
 from qlora_rl import QLoRADPOTrainer, QLoRASFTTrainer, load_base, prepare_base
 from qlora_rl.cli import main
 from qlora_rl.commands.data import _ids, _sequences
-from qlora_rl.config.data import TEMPLATE_COLUMN, load_data
 from qlora_rl.config.launch import load_tokenizer, trl_config, unused_template
 from qlora_rl.config.read import read_config
 from qlora_rl.config.schema import Data
 from qlora_rl.config.write import to_toml
+from qlora_rl.data.load import TEMPLATE_COLUMN, load_data
 from qlora_rl.engine.fake import FakeEngine
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.inference.trained import open_trained
@@ -222,7 +222,7 @@ def test_a_base_without_a_template_is_rejected_before_it_is_made(read, source, t
     ("data", "said"),
     [
         ({"extract": {"answer": r"\$(\d+)€"}}, "is not found in 10 of 10 rows, first in row 0"),
-        ({"extract": {"solution": "a"}}, "there is no column solution, but question, answer"),
+        ({"extract": {"solution": "a"}}, "there is no column 'solution'; there are question, answer"),
         ({"prompt_template": None, "columns": {"text": "question"}}, "needs a column prompt, completion, messages"),
     ],
 )
@@ -318,7 +318,7 @@ def test_what_is_sampled_is_the_prompt_alone_whatever_else_a_row_has():
 
 
 def test_messages_keep_their_own_system_message():
-    from qlora_rl.config.data import as_conversation
+    from qlora_rl.data.rows import as_conversation
 
     own = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "?"}]
     assert as_conversation({"prompt": own, "answer": "1"}, SYSTEM) == {"prompt": own}

@@ -9,11 +9,11 @@ from trl.data_utils import prepare_multimodal_messages
 from vision import SERVED, make_vision_model, picture
 
 from qlora_rl.cli import main
-from qlora_rl.config.data import load_data
 from qlora_rl.config.launch import check_image_counts, launch
 from qlora_rl.config.read import read_config
 from qlora_rl.config.schema import Data
 from qlora_rl.config.write import to_toml
+from qlora_rl.data.load import load_data
 from qlora_rl.engine.images import ImagePrompt
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.inference.prompts import encode, model_inputs, with_images
@@ -88,7 +88,7 @@ def test_an_image_that_cannot_be_read_is_named_before_anything_is_loaded(rows, t
 
 def test_columns_that_cannot_be_meant_are_rejected(rows):
     data = rows("seen/0.png")
-    with pytest.raises(ConfigConflictError, match="it has no column photo, but"):
+    with pytest.raises(ConfigConflictError, match="there is no column 'photo'"):
         load_data(Data(train=data.train, images="photo", format="chat"))
     with pytest.raises(ConfigConflictError, match=r"column image holds text.*\[data\] images = 'image'"):
         load_data(Data(train=rows("seen/0.png", name="image").train, format="chat"))

@@ -13,10 +13,10 @@ from trl.chat_template_utils import qwen3_chat_template
 from qlora_rl import ConfigConflictError, load_base, prepare_base
 from qlora_rl.cli import main
 from qlora_rl.commands.data import _ids, _template_arguments
-from qlora_rl.config.data import TEMPLATE_COLUMN, load_data
 from qlora_rl.config.launch import RESOLVED, changed_files, launch, load_tokenizer, record, trl_config
 from qlora_rl.config.read import read_config
 from qlora_rl.config.write import to_toml
+from qlora_rl.data.load import TEMPLATE_COLUMN, load_data
 from qlora_rl.engine.fake import FakeEngine
 from qlora_rl.train.setup.tools import load_tools
 

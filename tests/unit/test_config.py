@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -16,12 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runfile import GOOD, ROOT, reasons, with_field, written
 
-from qlora_rl.config.cross_checks import check_directory
 from qlora_rl.config.describe import example, markdown
+from qlora_rl.config.directories import check_directory, source_line, source_of
 from qlora_rl.config.launch import record
-from qlora_rl.config.paths import source_line, source_of
 from qlora_rl.config.read import read_config, resolved
-from qlora_rl.config.schema import ALIASES, KINDS, METHODS, TABLES, TRAIN, Reward, options
+from qlora_rl.config.schema import ALIASES, KINDS, METHODS, TABLES, TRAIN, Reward, applies, options
 from qlora_rl.config.write import to_toml
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.locks import hold, is_held
@@ -37,10 +35,10 @@ WRONG = {
             ("a/b/c", "no directory a/b/c"),
             ("a b", "neither a directory nor a name"),
         ],
-        "quant": [("nf5", "did you mean 'nf4'"), (4, TEXT)],
+        "quant": [("nf5", "did you mean 'nf4'"), (4, "4 is not one of")],
         "double_quant": [("yes", TRUTH)],
         "blocksize": [(65, "one of 64, 128"), ("64", "one of 64")],
-        "compute_dtype": [("bf16", "none of 'bfloat16'"), ("float32", "do not compute in float32")],
+        "compute_dtype": [("bf16", "not one of 'bfloat16'"), ("float32", "do not compute in float32")],
         "skip_modules": [("down_proj", "a list of strings"), ([1], "a list of strings")],
         "revision": [(1, TEXT)],
         "quantize_experts": [(1, TRUTH)],
@@ -49,15 +47,15 @@ WRONG = {
         "attn_implementation": [(False, TEXT)],
     },
     "adapter": {
-        "kind": [("full", "none of 'lora', 'none'"), ("none", "a 4-bit base cannot be trained")],
+        "kind": [("full", "not one of 'lora', 'none'"), ("none", "a 4-bit base cannot be trained")],
         "start_from": [(1, TEXT), ("/nowhere", "holds no adapter_config.json")],
-        "dtype": [("float16", "none of 'float32', 'bfloat16'")],
-        "r": [(0, "0 is not at least 1"), (8.0, WHOLE), (True, WHOLE)],
+        "dtype": [("float16", "not one of 'float32', 'bfloat16'")],
+        "r": [(0, "0 is not a whole number of at least 1"), (8.0, WHOLE), (True, WHOLE)],
         "lora_alpha": [(-1, "at least 1"), ("32", WHOLE)],
         "target_modules": [(1, "a string in quotes or a list of strings")],
         "exclude_modules": [({}, "a list of strings")],
         "lora_dropout": [(1.0, "below 1"), (-0.1, "at least 0"), ("0", NUMBER)],
-        "bias": [("lora", "did you mean 'lora_only'"), (True, TEXT)],
+        "bias": [("lora", "did you mean 'lora_only'"), (True, "one of 'none'")],
         "use_rslora": [("no", TRUTH)],
         "use_dora": [(0, TRUTH)],
         "init_lora_weights": [("gausian", "did you mean 'gaussian'"), (1, "one of 'gaussian'")],
@@ -81,7 +79,7 @@ WRONG = {
         "subset": [(1, TEXT), ("main", "train names a file")],
         "revision": [(1.5, TEXT), ("main", "train names a file")],
         "columns": [({"a": []}, "strings"), ("prompt", "a table of strings"), ({"text": "txet"},
-            "no column 'txet', but prompt, answer, careless")],
+            "no column 'txet'; there are prompt, answer, careless")],
         "prompt_template": [
             ("no braces", "names no column"),
             ("{", "is no template"),
@@ -90,12 +88,12 @@ WRONG = {
         ],
         "extract": [({"answer": "("}, "is no regular expression"), ({"answer": "(a)(b)"}, "has 2 groups"), ("####",
             "a table of strings")],
-        "format": [("chatml", "none of 'plain', 'chat'")],
+        "format": [("chatml", "not one of 'plain', 'chat'")],
         "system_prompt": [(1, TEXT), ("Think.", "Set [data] format = 'chat'")],
-        "chat_template_kwargs": [("x", "a table of values"), ({"enable_thinking": False},
+        "chat_template_kwargs": [("x", TABLE), ({"enable_thinking": False},
             "Set [data] format = 'chat'")],
         "images": [(1, TEXT), ("image", "Set [data] format = 'chat'"), ("image",
-            "train has no column 'image', but prompt, answer, careless")],
+            "train: there is no column 'image'; there are prompt, answer, careless")],
         "limit": [(0, "at least 1"), ("all", WHOLE)],
     },
     "rewards": {
@@ -123,16 +121,16 @@ WRONG = {
         "kv_cache_gib": [(0, "above 0"), ("2", NUMBER)],
         "enforce_eager": [("yes", TRUTH)],
         "enable_prefix_caching": [(1, TRUTH)],
-        "vllm": [("block_size", "a table of values")],
+        "vllm": [("block_size", TABLE)],
         "replicas": [(0, "at least 1"), (2, "belongs to where = 'ray'")],
         "ray_address": [(1, TEXT)],
-        "ray_options": [("num_gpus", "a table of values")],
+        "ray_options": [("num_gpus", TABLE)],
     },
     "sync": {
-        "how": [("merge", "none of 'auto', 'lora_adapter', 'weights'")],
+        "how": [("merge", "not one of 'auto', 'lora_adapter', 'weights'")],
         "dir": [(1, TEXT)],
         "canary_every": [(-1, "at least 0"), (1.5, WHOLE)],
-        "on_mismatch": [("halt", "none of 'stop', 'warn'")],
+        "on_mismatch": [("halt", "not one of 'stop', 'warn'")],
         "allow_base_mismatch": [("no", TRUTH)],
     },
     "run": {
@@ -144,7 +142,7 @@ WRONG = {
         "routing_replay": [("on", TRUTH)],
     },
 }  # fmt: skip
-EVERY_FIELD = [(table, each.name) for table, kind in TABLES.items() for each in fields(kind)]
+EVERY_FIELD = [(table, name) for table, kind in TABLES.items() for name in options(kind)]
 
 
 def check_read_or_rejected(directory: Path, document: dict) -> None:
@@ -200,18 +198,18 @@ def test_a_name_that_belongs_into_another_table_is_led_there(table, name, place,
 )
 def test_a_method_of_others_is_no_slip_of_ours(method, said, tmp_path):
     (found,) = reasons(written(tmp_path, {**GOOD, "method": method}), asks_trl=False)
-    assert found == f"method: '{method}' is none of {', '.join(map(repr, METHODS))}{said}"
+    assert found == f"method: '{method}' is not one of {', '.join(map(repr, METHODS))}{said}"
 
 
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("dora", "'dora' is none of 'lora', 'none'. Write kind = 'lora' and use_dora = true"),
+        ("dora", "'dora' is not one of 'lora', 'none'. Write kind = 'lora' and use_dora = true"),
         ("DoRA", "Write kind = 'lora' and use_dora = true"),
         ("pissa", "Write kind = 'lora' and init_lora_weights = 'pissa'"),
         ("vera", "A file trains LoRA; pass this method to a trainer in Python: peft_config="),
         ("ln-tuning", "A file trains LoRA; pass this method to a trainer in Python: peft_config="),
-        ("lara", "'lara' is none of 'lora', 'none'; did you mean 'lora'?"),
+        ("lara", "'lara' is not one of 'lora', 'none'; did you mean 'lora'?"),
     ],
 )
 def test_a_kind_of_adapter_that_is_said_otherwise_is_led_there(kind, said, tmp_path):
@@ -239,12 +237,12 @@ def test_everything_is_said_at_once(tmp_path):
     for wanted in (
         "--set rewards.5.weight=2: there is no number 5 among 2; they are counted from 0",
         "--set adapter: is no table.field=value",
-        "method: 'gpro' is none of 'sft', 'dpo', 'grpo', 'rloo', 'online_dpo', 'async_grpo'; did you mean 'grpo'?",
+        "method: 'gpro' is not one of 'sft', 'dpo', 'grpo', 'rloo', 'online_dpo', 'async_grpo'; did you mean 'grpo'?",
         "epochs: unknown; did you mean [train] num_train_epochs?",
         "[sinc]: unknown; did you mean 'sync'?",
         "[base] mdel: unknown; did you mean 'model'?",
         "[adapter] rank: unknown; did you mean [adapter] r?",
-        "[adapter] r: '8' is not a whole number",
+        "[adapter] r: '8' is not a whole number of at least 1",
         "[run] lora_alpha: unknown; did you mean [adapter] lora_alpha?",
         "[rollout] where: 'colocat' is neither 'colocate', 'server', 'ray' nor a URL such as 'http://host:8000'; did "
         "you mean 'colocate'?",
@@ -275,7 +273,7 @@ def test_everything_is_said_at_once(tmp_path):
             "cannot sleep"),
         ({"adapter": {"kind": "none", "r": 4}}, "[adapter] r", "trains no adapter"),
         ({"adapter": {"use_dora": True}, "sync": {"how": "lora_adapter"}}, "[sync] how",
-            "use_dora cannot be synced alone"),
+            "use_dora or modules_to_save cannot be synced alone"),
         ({"rollout": {"where": "http://a", "base_compute": "baked"}}, "[rollout] base_compute", "when it was started"),
         ({"rollout": {"where": "server", "vllm": {"a": 1}}}, "[rollout] vllm", "where = 'ray' only"),
         ({"rollout": {"where": "server", "replicas": 2}}, "[rollout] replicas", "belongs to where = 'ray'"),
@@ -342,7 +340,7 @@ def test_a_run_directory_that_is_not_writable_is_found_before_anything_is_loaded
                 try:
                     if os.geteuid() == 0:
                         os.setuid(65534)  # root may write everywhere
-                    found = list(map(str, check_directory({"run": {"dir": out}}, "usual")))
+                    found = list(map(str, check_directory(out, "auto")))
                 finally:
                     os._exit(found != [wanted])
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -622,11 +620,8 @@ def test_the_settled_copy_says_every_field_that_its_method_knows(tmp_path):
     document = resolved(read_config(written(tmp_path, GOOD), asks_trl=False))
     for table, kind in TABLES.items():
         held = document[table][0] if kind is Reward else document.get(table, {})
-        known = {name for name, (_, rules) in options(kind).items() if not rules.methods or "grpo" in rules.methods}
-        silent = known - set(held)
-        for name in silent:  # nothing to say
-            default = getattr(kind(), name, None) if kind is not Reward else {}
-            assert default in (None, {}), (table, name)
+        for name in {name for name, known in options(kind).items() if applies(known, "grpo")} - set(held):
+            assert options(kind)[name]["default"] in (None, {}), (table, name)  # nothing to say
 
 
 LEAVES = st.one_of(
@@ -645,7 +640,7 @@ ODD = ["a" * 5000 + ".jsonl", "/" + "b" * 5000, "a" * 5000 + ".py:f", "~nobody/x
 
 
 @pytest.mark.parametrize(
-    ("table", "name"), [each for each in EVERY_FIELD if options(TABLES[each[0]])[each[1]][0] is not bool]
+    ("table", "name"), [each for each in EVERY_FIELD if options(TABLES[each[0]])[each[1]].get("type") != "boolean"]
 )
 def test_odd_texts_are_read_or_rejected(table, name, tmp_path):
     for value in [*ODD, ODD]:
@@ -696,7 +691,7 @@ def test_the_file_to_start_from_is_right_and_shows_every_field(method, tmp_path,
     assert read_config(file, asks_trl=False).method == method
     loose = tomllib.loads(re.sub(r"^# (\w+ = )", r"\1", text, flags=re.MULTILINE))
     for table, kind in TABLES.items():
-        wanted = {name for name, (_, rules) in options(kind).items() if not rules.methods or method in rules.methods}
+        wanted = {name for name, known in options(kind).items() if applies(known, method)}
         if kind is Reward and not METHODS[method].scores:
             continue
         held = loose.get(table, {})

@@ -17,12 +17,15 @@ from pathlib import Path
 import pytest
 from runfile import GOOD, ROOT, reasons, with_field, written
 
-from qlora_rl.config.data import filled, load_data
 from qlora_rl.config.describe import markdown
+from qlora_rl.config.findings import choices
 from qlora_rl.config.launch import check_model, trainer_arguments
 from qlora_rl.config.read import read_config
 from qlora_rl.config.rewards import load_reward
-from qlora_rl.config.schema import METHODS, Data, Reward
+from qlora_rl.config.schema import METHODS, Base, Data, Reward, RunConfig, options
+from qlora_rl.contracts import QUANT_TYPES
+from qlora_rl.data.load import load_data
+from qlora_rl.data.rows import filled
 from qlora_rl.engine.server import serve
 from qlora_rl.errors import ConfigConflictError, RewardFunctionError
 from qlora_rl.inference.evaluation import read_rows
@@ -175,7 +178,7 @@ def test_a_dataset_of_the_hub_is_asked_for_by_its_name(tmp_path, monkeypatch):
     assert asked == [("openai/gsm8k", "main", {"split": split, "revision": "v1"}) for split in ("train", "test")]
     assert (train.column_names, held_out.column_names) == (["prompt"], ["prompt"])
     document["data"]["columns"] = {"prompt": "problem"}
-    with pytest.raises(ConfigConflictError, match="it has no column problem, but question"):
+    with pytest.raises(ConfigConflictError, match="there is no column 'problem'; there are question"):
         load_data(read_config(written(tmp_path, document), asks_trl=False).data)
 
 
@@ -235,9 +238,9 @@ def test_a_reward_is_loaded_with_its_arguments(tmp_path):
     (tmp_path / "mine.py").write_text(
         "from beside import ONE\ndef reward(completions, bonus, **_):\n    return [ONE + bonus] * len(completions)\n"
     )
-    reward = load_reward(Reward(f"{tmp_path / 'mine.py'}:reward", 1.0, {"bonus": 2}))
+    reward = load_reward(Reward(use=f"{tmp_path / 'mine.py'}:reward", arguments={"bonus": 2}))
     assert (reward(completions=["a", "b"]), reward.__name__) == ([3.0, 3.0], "reward")
-    assert load_reward(Reward("numeric_match", 1.0, {"column": "x"}))(completions=["so 3"], x=["3"]) == [1.0]
+    assert load_reward(Reward(use="numeric_match", arguments={"column": "x"}))(completions=["so 3"], x=["3"]) == [1.0]
     assert "beside" not in [Path(each).name for each in sys.path]
 
 
@@ -312,7 +315,8 @@ def test_our_own_fields_are_checked_without_a_library(tmp_path):
 def test_the_command_knows_every_method():
     from qlora_rl.commands.train import METHODS as known
 
-    assert known == tuple(METHODS)
+    assert known == tuple(METHODS) == tuple(choices(options(RunConfig)["method"]))
+    assert tuple(choices(options(Base)["quant"])) == QUANT_TYPES
 
 
 def test_the_command_names_what_is_wrong_and_ends_with_1(tmp_path, capsys):
@@ -323,7 +327,7 @@ def test_the_command_names_what_is_wrong_and_ends_with_1(tmp_path, capsys):
     assert main(["train", str(written(tmp_path, with_field("adapter", "r", 0))), "--set", "method=gpro"]) == 1
     error = capsys.readouterr().err
     assert "2 reasons" in error
-    assert "[adapter] r: 0 is not at least 1" in error
+    assert "[adapter] r: 0 is not a whole number of at least 1" in error
     assert main(["train", "--print-schema"]) == 0
     assert capsys.readouterr().out == markdown()
 

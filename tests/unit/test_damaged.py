@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from runfile import reasons, with_field, written
 
 from qlora_rl import judge_adapter, load_base, prepare_base
 from qlora_rl.adapter.factory import open_adapter
 from qlora_rl.adapter.store import write_adapter
 from qlora_rl.base.checkpoint import open_base
-from qlora_rl.config.check import check_field
-from qlora_rl.config.data import load_data
-from qlora_rl.config.schema import Adapter, Data
+from qlora_rl.config.schema import Data
 from qlora_rl.contracts import AdapterBundle
+from qlora_rl.data.load import load_data
 from qlora_rl.documents import parse_object
 from qlora_rl.errors import (
     AdapterRejectedError,
@@ -93,8 +93,9 @@ def test_a_pickled_adapter_is_rejected_wherever_it_is_asked_for(base, tmp_path, 
     place = adapter_at(tmp_path / "adapter")
     (place / "adapter_model.safetensors").unlink()
     (place / "adapter_model.bin").write_bytes(content)
-    (found,) = check_field(Adapter, "start_from", "[adapter] start_from", str(place))
-    assert "its weights are pickled" in str(found)
+    (found,) = reasons(written(tmp_path, with_field("adapter", "start_from", str(place))))
+    assert found.startswith("[adapter] start_from: ")
+    assert "its weights are pickled" in found
     assert "pickled" in judge_adapter(place).reasons[0]
     with pytest.raises(AdapterRejectedError, match="pickled"):
         open_adapter(load_base(base), place)

@@ -16,7 +16,7 @@ LAYERS = {
     "cpu_matmul": 0, "fidelity": 0, "rewards": 0,
     "image_io": 0, "versions": 0, "store_messages": 0, "documents": 0, "stages": 0,
     "base": 1,
-    "adapter": 2, "memory": 2,
+    "adapter": 2, "data": 2, "memory": 2,
     "engine": 3, "sync": 3,
     "train": 4, "torchrl": 4,
     "advice": 5, "bench": 5, "config": 5, "demo": 5, "doctor": 5, "report": 5, "inference": 5, "export": 5,
@@ -36,6 +36,7 @@ OWNERS = {
     "tensordict": {"torchrl"},
     "ray": {"torchrl", "engine"},
     "deepspeed": {"train"},
+    "pydantic": {"config"},
 }
 # Modules of vLLM that its documentation names; all others are private.
 VLLM_PUBLIC = {"vllm", "vllm.entrypoints.llm", "vllm.lora.request", "vllm.sampling_params"}

@@ -12,9 +12,9 @@ from trained import make_run
 
 from qlora_rl import ConfigConflictError, RunDirectoryError, SamplingSpec, cpu_matmul, open_trained
 from qlora_rl.cli import main
-from qlora_rl.config.data import load_data
 from qlora_rl.config.write import to_toml
 from qlora_rl.cpu_features import SETTING
+from qlora_rl.data.load import load_data
 from qlora_rl.inference.chat import Conversation
 from qlora_rl.inference.evaluation import Compared, Evaluation, Mean, compare, evaluate, read_rows, save, share_cut_off
 from qlora_rl.inference.first_look import FirstLook

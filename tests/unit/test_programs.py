@@ -330,7 +330,7 @@ def test_a_run_says_before_it_starts_how_many_rows_a_program_can_cheat(caplog):
     for arguments, said in (({"column": "asked"}, 1), ({"column": "asked", "sandbox": "http://x"}, 0), ({}, 0)):
         programs._SAID.clear()
         caplog.clear()
-        tell_program_tests([Reward("program", arguments=arguments), Reward("exact_match")], rows)
+        tell_program_tests([Reward(use="program", arguments=arguments), Reward(use="exact_match")], rows)
         assert sum(each.startswith("2 of 3 rows compare values") for each in caplog.messages) == said
 
 

@@ -10,10 +10,11 @@ from transformers import AutoTokenizer
 
 from qlora_rl.advice import Chat, chat_of, tables_for
 from qlora_rl.cli import main
-from qlora_rl.config.data import _known_datasets, load_data
 from qlora_rl.config.read import read_config
 from qlora_rl.config.schema import METHODS
 from qlora_rl.contracts import LEARNING_RATES
+from qlora_rl.data.known import _known_datasets
+from qlora_rl.data.load import load_data
 from qlora_rl.errors import ConfigConflictError
 
 GSM8K = ROOT / "tests" / "data" / "gsm8k" / "train-128.jsonl"

@@ -1,0 +1,126 @@
+"""What the fields of [data] make of a row: templates, patterns, messages, images."""
+
+from __future__ import annotations
+
+import os
+import re
+import string
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from qlora_rl.errors import ConfigConflictError
+
+# Columns whose text one side of a conversation says.
+_SAID_BY = {"prompt": "user", "completion": "assistant", "chosen": "assistant", "rejected": "assistant"}
+# The place that a template ends with, the blank lines before it, and the ends of lines after it.
+_LAST_PLACE = re.compile(r"\n*(\{[^{}]*\})(\n*)\Z")
+
+
+def placeholders(template: str) -> list[str]:
+    """The columns that a template names.
+
+    Raises:
+        ValueError: it is no template.
+    """
+    names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+    for name in names:
+        if not name.isidentifier():
+            raise ValueError(f"{{{name}}} names no column")
+    return names
+
+
+def filled(template: str, values: Mapping[str, Any]) -> str:
+    """The template with these values; where it ends with one that is empty, as Alpaca's input often is, without the
+    blank lines before it."""
+    last = _LAST_PLACE.search(template)
+    if last is None or last[1].format(**values):
+        return template.format(**values)
+    return filled(template[: last.start()], values) + last[2]
+
+
+def check_filling(value: Any, name: str, where: str) -> None:
+    """Reject what a template would turn into Python's notation of it.
+
+    Args:
+        value: what the template is filled with.
+        name: its column.
+        where: begins the message: the row.
+
+    Raises:
+        ConfigConflictError: it is neither text nor a number.
+    """
+    if value is None:
+        raise ConfigConflictError(f"{where} has nothing in {name}. Fill it in, or remove the row.")
+    if isinstance(value, list | tuple | Mapping | bytes):
+        raise ConfigConflictError(
+            f"{where} has in {name} neither text nor a number, but {str(value)[:80]}. Write it as text, or remove the "
+            "row."
+        )
+
+
+def extracted(values: Sequence[Any], name: str, pattern: re.Pattern[str]) -> list[str]:
+    """What a pattern of `extract` finds in the values of a column.
+
+    Raises:
+        ConfigConflictError: it is not found in one of them; quotes the first.
+    """
+    found = [_found(pattern, value) for value in values]
+    if missing := [number for number, each in enumerate(found) if each is None]:
+        raise ConfigConflictError(
+            f"loading the data: [data] extract: {name} = {pattern.pattern!r} is not found in {len(missing)} of "
+            f"{len(found)} rows, first in row {missing[0]}: {str(values[missing[0]])[-80:]!r}. Change the expression, "
+            "or remove these rows."
+        )
+    return [each for each in found if each is not None]
+
+
+def as_conversation(row: Mapping[str, Any], system_prompt: str | None = None) -> dict[str, list[dict[str, Any]]]:
+    """The columns of a row that hold what is said, as lists of messages.
+
+    Args:
+        row: "prompt" (the user's turn), "completion", "chosen", "rejected" (the assistant's), as text or as messages;
+            or "messages".
+        system_prompt: first message, where a conversation does not begin with a system message of its own.
+    """
+    found = {
+        name: [{"role": role, "content": row[name]}] if isinstance(row[name], str) else list(row[name])
+        for name, role in _SAID_BY.items()
+        if row.get(name) is not None
+    }
+    if row.get("messages") is not None:
+        found["messages"] = list(row["messages"])
+    if system_prompt is not None:
+        # Without a prompt, a preference's two sides are whole conversations.
+        for name in ("messages", "prompt") if "prompt" in found or "messages" in found else ("chosen", "rejected"):
+            if name in found:
+                found[name] = _under(system_prompt, found[name])
+    return found
+
+
+def stored_image(each: Any, root: Path | None) -> dict[str, Any]:
+    """A path, the content of a file, or both as datasets has it, as the latter; a path becomes absolute."""
+    path, content = (each, None) if isinstance(each, str) else (None, each)
+    if isinstance(each, Mapping):
+        path, content = each.get("path"), each.get("bytes")
+    if isinstance(content, bytes):
+        return {"path": None, "bytes": content}
+    if not isinstance(path, str):
+        raise ValueError("it is neither a path nor the content of a file")
+    if root is None and not os.path.isabs(path):
+        raise ValueError("a dataset of the hub must hold its images")
+    return {"path": str((root or Path()) / path), "bytes": None}
+
+
+def _found(pattern: re.Pattern[str], value: Any) -> str | None:
+    """Its group, or all of it; `None` also where the value is none, or the group took no part."""
+    match = None if value is None else pattern.search(str(value))
+    found = None if match is None else match[1 if pattern.groups else 0]
+    return None if found is None else found.strip()
+
+
+def _under(system_prompt: str, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    if not messages:  # a system message alone is no conversation
+        return []
+    has_own = messages[0].get("role") == "system"
+    return [*([] if has_own else [{"role": "system", "content": system_prompt}]), *map(dict, messages)]
