@@ -29,6 +29,11 @@ _SHARED = "conversations"
 _SPEAKERS = {"human": "user", "gpt": "assistant"}
 # Columns whose text one side of a conversation says.
 _SAID_BY = {"prompt": "user", "completion": "assistant", "chosen": "assistant", "rejected": "assistant"}
+# What datasets call the question and its answer, where they do not say prompt and completion.
+PROMPTS = ("question", "problem", "instruction", "query", "input")
+ANSWERS = ("answer", "final_answer", "ground_truth", "solution", "completion", "response", "output", "target")
+# Rows that a base is calibrated on, at most.
+_CALIBRATION_ROWS = 1024
 # TRL reads the template's arguments of a row there, where its config has no field for them.
 TEMPLATE_COLUMN = "chat_template_kwargs"
 # Where TRL looks for the images of a row.
@@ -182,6 +187,40 @@ def read_file(file: str, doing: str) -> Any:
         elif isinstance(getattr(kind, "feature", None), Image):
             found = found.cast_column(name, List(Image(decode=False)))
     return found
+
+
+def calibration_rows(file: str) -> list[Any]:
+    """What a base is calibrated on, as `prepare_base` takes it: of the first rows of a data file what is said in them,
+    as messages, else their text; of any other file its text.
+
+    Raises:
+        ConfigConflictError: it cannot be read; says why.
+    """
+    doing = "reading the text to calibrate on"
+    if not os.path.isfile(file):
+        raise ConfigConflictError(f"{doing}: there is no file {file}. Pass text, or a {', '.join(DATA_FILES)} file.")
+    if Path(file).suffix in DATA_FILES:
+        rows = read_file(file, doing)
+        return [_spoken(row) for row in rows.select(range(min(len(rows), _CALIBRATION_ROWS)))]
+    try:
+        return [Path(file).read_text(encoding="utf-8")]
+    except UnicodeDecodeError as error:
+        raise ConfigConflictError(f"{doing}: {_not_utf8(file, error)}.") from error
+    except OSError as error:
+        raise ConfigConflictError(f"{doing}: {file}: {error.strerror}. Pass another file.") from error
+
+
+def _spoken(row: Mapping[str, Any]) -> Any:
+    said = as_conversation(row)
+    if "messages" in said:
+        return said["messages"]
+    question = next((row[name] for name in PROMPTS if isinstance(row.get(name), str)), None)
+    answer = next((row[name] for name in ANSWERS if isinstance(row.get(name), str)), None)
+    asked = said.get("prompt") or ([] if question is None else [{"role": "user", "content": question}])
+    if asked and "text" not in row:
+        told = [] if answer is None else [{"role": "assistant", "content": answer}]
+        return [*asked, *(said.get("completion") or said.get("chosen") or told)]
+    return row["text"] if "text" in row else "\n\n".join(each for each in row.values() if isinstance(each, str))
 
 
 def check_subset(name: str, subset: str | None) -> str:
