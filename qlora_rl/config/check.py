@@ -11,7 +11,7 @@ from qlora_rl.adapter.methods import CHANGES_WEIGHTS
 from qlora_rl.base.hub import missing_path
 from qlora_rl.config import data, rewards
 from qlora_rl.config.findings import Finding, check_value, elsewhere, nearest, not_among, show
-from qlora_rl.config.paths import all_uses, is_file, split_reward
+from qlora_rl.config.paths import DATA_FILES, all_uses, is_file, split_reward
 from qlora_rl.config.schema import ALIASES, KINDS, METHODS, TABLES, TRAIN, Adapter, Reward, options
 from qlora_rl.config.trl_fields import LIMITS
 
@@ -217,11 +217,20 @@ def _look_at_patterns(value: Mapping[str, str]) -> list[str]:
     return found
 
 
+def _look_at_text(file: Any) -> list[str]:
+    if not isinstance(file, str):
+        return []
+    if not os.path.isfile(file):
+        return [f"there is no file {file} (a path that is not absolute counts from the directory of the run's file)"]
+    return data.check_files([file]) if file.endswith(DATA_FILES) else []
+
+
 _LOOKS: Mapping[Any, Callable[[Any], list[str]]] = {
     "model": _look_at_model,
     "data": _look_at_data,
     "reward": rewards.check_use,
     "function": _look_at_functions,
+    ("Base", "calibrate"): _look_at_text,
     ("Data", "prompt_template"): _look_at_template,
     ("Data", "extract"): _look_at_patterns,
     ("Rollout", "api_key_file"): _look_at_key,

@@ -14,7 +14,7 @@ import qlora_rl
 from qlora_rl.base.hub import hub_reachable, is_local, why_missing
 from qlora_rl.base.model_classes import adaptable, takes_images
 from qlora_rl.base.unsupported_configs import check_positions
-from qlora_rl.config.data import IMAGES, TEMPLATE_COLUMN, columns_after, load_data
+from qlora_rl.config.data import IMAGES, TEMPLATE_COLUMN, calibration_rows, columns_after, load_data
 from qlora_rl.config.paths import RESOLVED, all_uses, is_file, source_line, source_of, split_reward
 from qlora_rl.config.read import resolved_toml
 from qlora_rl.config.rewards import digest, load_reward, tell_program_tests
@@ -449,6 +449,7 @@ def _model(config: RunConfig, args: Any) -> tuple[Any, Any]:
         quantize_tower=spec.quantize_tower,
         revision=held.revision,
         trust_remote_code=held.trust_remote_code,
+        calibrate=calibration_rows(held.calibrate) if isinstance(held.calibrate, str) else held.calibrate,
     )
     if adapter.start_from is None:
         return base, lora

@@ -138,6 +138,12 @@ class Base:
     )
     quantize_experts: bool = option("in a mixture of experts, also quantise the experts", False)
     quantize_tower: bool = option("in a vision-language model, also quantise vision tower and projector", False)
+    calibrate: bool | str = option(
+        "choose the codes by what the layers see of a file's rows or text, or, with `true`, of a text of ours",
+        False,
+        kind="path",
+        example="rows.jsonl",
+    )
     revision: str | None = option("branch, tag or commit on the hub", None, example="main")
     trust_remote_code: bool = option("allow the model's own code to run", False)
     attn_implementation: str | None = option("transformers' attention in the trainer", None, example="sdpa")
