@@ -262,6 +262,18 @@ def test_what_cannot_be_calibrated_is_said(base, calibrated, model_dir, tmp_path
         quantise_by_blocks(torch.nn.Linear(64, 64), QuantSpec(), ["weight"], lambda names, moments: {})
 
 
+def test_a_base_that_cannot_be_measured_is_prepared_all_the_same(model_dir, base, tmp_path, caplog):
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
+    tokenizer.chat_template = "{{ raise_exception('not these') }}"
+    made = prepare_base(model_dir, tokenizer=tokenizer, measure=True, out=tmp_path / "base")
+    assert made.measured is None
+    assert "was not measured" in caplog.text
+    before, after = (load_file(each.path / "model.safetensors") for each in (base, made))
+    assert all(torch.equal(before[name], value) for name, value in after.items())
+
+
 def test_the_shipped_text_is_small_and_of_several_kinds():
     rows, held_out = shipped_text(), shipped_text(held_out=True)
     assert 20 <= len(rows) <= 24

@@ -12,7 +12,7 @@ from qlora_rl.base.calibration.blocks import Measured, chooser, quantise_by_bloc
 from qlora_rl.base.calibration.text import Row, digest_rows, shipped_text, token_sequences
 from qlora_rl.base.quant import QuantSpec, quantize_linear
 from qlora_rl.base.reader import read_4bit
-from qlora_rl.errors import ConfigConflictError, UnsupportedQuantError
+from qlora_rl.errors import ConfigConflictError
 from qlora_rl.stages import begin
 
 logger = logging.getLogger(__name__)
@@ -86,26 +86,30 @@ class Calibration:
         def choose(model: Any, weights: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
             if self._rows is None and not self._measures:
                 return {}
-            made = tokenizer()
-            held_out = token_sequences(shipped_text(held_out=True), made, model) if self._measures else []
             found: dict[str, dict[str, torch.Tensor]] = {}
-            if self._rows is None:
-                begin("quantising it, and measuring how far it is from its source")
-                try:
-                    self.measured = quantise_by_blocks(
-                        model, self._spec, weights, _plainly(self._spec, weights, found), held_out=held_out
-                    )
-                except UnsupportedQuantError as error:  # nobody asked for more than the base
-                    logger.warning("not measured: %s", error)
+            if self._rows is not None:
+                made = tokenizer()
+                held_out = self._held_out(made, model)
+                text = token_sequences(self._rows, made, model)
+                begin(f"choosing its codes by {sum(map(len, text))} tokens of text")
+                quantise = chooser(self._spec, weights, found)
+                self.measured = quantise_by_blocks(model, self._spec, weights, quantise, text, held_out)
                 return found
-            text = token_sequences(self._rows, made, model)
-            begin(f"choosing its codes by {sum(map(len, text))} tokens of text")
-            self.measured = quantise_by_blocks(
-                model, self._spec, weights, chooser(self._spec, weights, found), text, held_out
-            )
+            begin("quantising it, and measuring how far it is from its source")
+            quantise = _plainly(self._spec, weights, found)
+            try:
+                held_out = self._held_out(tokenizer(), model)
+                self.measured = quantise_by_blocks(model, self._spec, weights, quantise, held_out=held_out)
+            except Exception as error:  # whatever a model finds in text: the base is what was asked for
+                said = f"{type(error).__name__}: {error}".partition("\n")[0]
+                logger.warning("how far the base is from its source was not measured (%s)", said)
+                return {}
             return found
 
         return choose
+
+    def _held_out(self, tokenizer: Any, model: Any) -> list[list[int]]:
+        return token_sequences(shipped_text(held_out=True), tokenizer, model) if self._measures else []
 
 
 def _plainly(spec: QuantSpec, weights: Mapping[str, torch.Tensor], found: dict[str, dict[str, torch.Tensor]]) -> Any:
