@@ -760,11 +760,24 @@ def scale_assumed() -> str:
     return "\n".join(lines + [f"| `{name}` | {each['value']:g} | {each['source']} |" for name, each in assumed.items()])
 
 
+def _calibration(found: dict) -> str:
+    """How far bases are from their source, by the way in which they were quantised."""
+    kinds = list(found["tokens"])
+    lines = [f"| base | {' | '.join(kinds)} | processor seconds |", f"|---|{'---|' * (len(kinds) + 1)}"]
+    source = [f"0, {found['source'][kind]['perplexity']:.2f}" for kind in kinds]
+    lines.append(f"| 16 bits | {' | '.join(source)} | |")
+    for name, row in found["rows"].items():
+        shown = [f"{row['texts'][kind]['kl']:.3f}, {row['texts'][kind]['perplexity']:.2f}" for kind in kinds]
+        lines.append(f"| {name} | {' | '.join(shown)} | {row['seconds']:.0f} |")
+    return "\n".join(lines)
+
+
 def _gpu() -> dict:
     return _load("gpu.json") if (RESULTS / "gpu.json").exists() else {}
 
 
 TABLES = {
+    "calibration": lambda: _calibration(_load("calibration.json")),
     "gpu": lambda: gpu_tables.stacks(_gpu()),
     "gpu-numbers": lambda: gpu_tables.numbers(_gpu()),
     "field": lambda: field_tables.training(_load("field.json")),

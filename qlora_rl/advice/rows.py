@@ -13,14 +13,12 @@ from qlora_rl.advice.chat import Chat
 from qlora_rl.config.paths import split_reward
 from qlora_rl.config.schema import METHODS, Data
 from qlora_rl.contracts import IMAGES
-from qlora_rl.data.files import check_files, is_file
+from qlora_rl.data.files import ANSWERS, PROMPTS, check_files, is_file
 from qlora_rl.data.known import known_dataset
 from qlora_rl.data.load import read_rows
 from qlora_rl.errors import ConfigConflictError, collected
 from qlora_rl.rewards.numbers import final_number
 
-_PROMPTS = ("question", "problem", "instruction", "query", "input")
-_ANSWERS = ("answer", "final_answer", "ground_truth", "solution", "completion", "response", "output", "target")
 _TALKS = ("messages", "conversations")
 _SHARED = " (in ShareGPT's form the column is called conversations)"
 _SEEN = 100  # rows
@@ -165,17 +163,17 @@ def _seen(
     if task == "dpo" and not {"chosen", "rejected"} <= set(columns):
         raise _lacks(name, "chosen and rejected, as dpo needs", columns, ("chosen", "rejected"))
     if not is_ready and "prompt" not in columns:
-        asked = next((each for each in _PROMPTS if each in columns), None)
+        asked = next((each for each in PROMPTS if each in columns), None)
         if asked is not None:
             both = asked == "instruction" and "input" in columns
             data["prompt_template"] = "{instruction}\n\n{input}" if both else f"{{{asked}}}"
         elif task != "dpo":  # there the two sides may be whole conversations
-            answer = () if {*_ANSWERS} & {*columns} else ("completion" if task == "sft" else "answer",)
-            raise _lacks(name, f"a prompt (prompt, {', '.join(_PROMPTS)})", columns, ("prompt", *answer), task)
-    left = [each for each in _ANSWERS if each in columns]
+            answer = () if {*ANSWERS} & {*columns} else ("completion" if task == "sft" else "answer",)
+            raise _lacks(name, f"a prompt (prompt, {', '.join(PROMPTS)})", columns, ("prompt", *answer), task)
+    left = [each for each in ANSWERS if each in columns]
     if task == "sft" and not is_ready:
         if not left:
-            raise _lacks(name, f"an answer ({', '.join(_ANSWERS)})", columns, ("completion",))
+            raise _lacks(name, f"an answer ({', '.join(ANSWERS)})", columns, ("completion",))
         data["columns"] = {"completion": left[0]}
     if wants_reward:
         told["rewards"] = _rewards(name, left, rows, columns, told)
@@ -189,7 +187,7 @@ def _rewards(
     """The reward of ours that compares a completion with the answer; of GSM8K's form also its others, and what asks for
     that form."""
     if not answers:
-        raise _lacks(name, f"an answer to compare with ({', '.join(_ANSWERS)})", columns, ("answer",))
+        raise _lacks(name, f"an answer to compare with ({', '.join(ANSWERS)})", columns, ("answer",))
     column = answers[0]
     values = [str(each) for each in rows[column] if each is not None]
     marked = [_MARKED.search(each) for each in values]
@@ -229,7 +227,7 @@ def _lacks(name: str, what: str, columns: Sequence[str], wanted: Sequence[str], 
             f"{talks[0]} holds whole conversations{_SHARED if talks[0] == 'messages' else ''}: to imitate them, add "
             f"--task sft; {task} needs a prompt, and a reference for the reward"
         )
-    free = [each for each in columns if each not in {*_TALKS, *_ANSWERS, *_PROMPTS, "prompt"}]
+    free = [each for each in columns if each not in {*_TALKS, *ANSWERS, *PROMPTS, "prompt"}]
     if pairs := ", ".join(f'{new} = "{old}"' for new, old in zip(wanted, free, strict=False)):
         ways.append(
             f"If columns of other names are meant, rename them in the data, or begin with `qlora-rl train --example "

@@ -16,18 +16,22 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from qlora_rl.base.attention.choice import attention_for
+from qlora_rl.base.calibration.blocks import Measured, quantise_by_blocks
+from qlora_rl.base.calibration.job import Calibration
+from qlora_rl.base.calibration.text import Row, shipped_text, token_sequences
 from qlora_rl.base.experts import experts_as_linears
 from qlora_rl.base.fingerprint import base_parameters, fingerprint_stored, identify
 from qlora_rl.base.hub import hub_reachable, in_short, missing_path, why_missing
 from qlora_rl.base.model_classes import auto_class, check_vision_type
 from qlora_rl.base.quant import QuantSpec, keep_packing, spec_of
+from qlora_rl.base.reader import StoredTensors
 from qlora_rl.base.source_digest import (
     digest_directory,
     digest_file,
@@ -37,7 +41,7 @@ from qlora_rl.base.source_digest import (
     misfits,
 )
 from qlora_rl.base.unsupported_configs import check_function, note_function
-from qlora_rl.base.writer import embedding_rows, require_writable, write_checkpoint, write_tokenizer
+from qlora_rl.base.writer import embedding_rows, read_tokenizer, require_writable, write_checkpoint, write_tokenizer
 from qlora_rl.documents import read_object
 from qlora_rl.errors import BaseIncompleteError, ConfigConflictError, QloraRLError, UnsupportedQuantError
 from qlora_rl.stages import begin, ended
@@ -64,6 +68,8 @@ class PreparedBase:
         inputs: digest of what went in (hex): the source's bytes, the settings, the tokenizer. Names the directory in
             the cache, and says nothing of what came out.
         parent: identity of the 4-bit base that this one was baked from, if it was.
+        calibrated_on: digest of the text by which its codes were chosen (hex), if they were.
+        measured: how far it is from its source (`kl`, `perplexity_base`, ...), if it was measured.
     """
 
     path: Path
@@ -71,6 +77,8 @@ class PreparedBase:
     identity: str
     inputs: str
     parent: str | None = None
+    calibrated_on: str | None = None
+    measured: Measured | None = field(default=None, compare=False)
 
     def __fspath__(self) -> str:
         return str(self.path)
@@ -109,6 +117,8 @@ def prepare_base(
     tokenizer: Any = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    calibrate: bool | Sequence[Row] = False,
+    measure: bool | None = None,
 ) -> PreparedBase:
     """Quantise a model once, into a directory that trainer and engine both load.
 
@@ -130,6 +140,11 @@ def prepare_base(
         tokenizer: stored with the base; by default the one that belongs to `model`.
         revision: of a hub model.
         trust_remote_code: let transformers run the model's own code.
+        calibrate: choose codes and scales by what the layers see of a text, in the same format: rows of text, of
+            messages or of token ids, or `True` for a text of ours. The same rows give the same bytes on one machine
+            with one number of threads, and on others nearly the same: their sums are rounded otherwise.
+        measure: also compute how far the base is from its source, on some hundred tokens: `measured` of the result. By
+            default where the base is calibrated.
 
     Returns:
         The finished, checked directory. Two processes may prepare the same base at once; one result is kept.
@@ -140,8 +155,9 @@ def prepare_base(
     """
     skipped = tuple(sorted(skip_modules))
     spec = QuantSpec(quant, double_quant, blocksize, compute_dtype, skipped, quantize_experts, quantize_tower)
+    choice = Calibration.of(calibrate, measure, spec)
     if not isinstance(model, str | os.PathLike):
-        return _prepare_object(model, spec, tokenizer, out)
+        return _prepare_object(model, spec, tokenizer, out, choice)
     source = _local_directory(os.fspath(model), revision)
     if (source / MANIFEST).is_file():
         base = open_base(source)
@@ -152,6 +168,7 @@ def prepare_base(
             )
         if out is not None and Path(out).resolve() != source.resolve():
             raise ConfigConflictError(f"preparing a base: {source} is a prepared base already. Copy it to {out}.")
+        choice.check_made(base.calibrated_on, f"{source} is a prepared base already")
         return base
     method = _quant_method(source)
     if method is not None and not method.startswith("bitsandbytes-4bit"):
@@ -160,10 +177,11 @@ def prepare_base(
             "bitsandbytes checkpoint."
         )
     if method is not None:
+        choice.check_made(None, f"{model} is 4-bit already")
         spec = QuantSpec.stored(json.loads((source / "config.json").read_text())["quantization_config"])
     begin(f"reading {model}")
     try:
-        inputs = _digest_inputs(digest_directory(source), spec, digest_tokenizer(tokenizer))
+        inputs = _digest_inputs(digest_directory(source), spec, digest_tokenizer(tokenizer), *choice.digests)
     except PermissionError as error:
         raise _unreadable("preparing a base", error) from error
 
@@ -172,14 +190,50 @@ def prepare_base(
         loaded = _load_source(source, trust_remote_code)
         # A checkpoint that is 4-bit already keeps its bytes; its live layers say what its config may not.
         written = spec if method is None else spec_of(loaded)
-        write_checkpoint(loaded, written, directory, is_quantized=method is not None)
+        choose = choice.by(lambda: read_tokenizer(tokenizer, source, trust_remote_code))
+        write_checkpoint(loaded, written, directory, is_quantized=method is not None, choose=choose)
         write_tokenizer(tokenizer, source, directory, trust_remote_code, rows=embedding_rows(loaded))
         for code in source.glob("*.py") if trust_remote_code else ():  # what `auto_map` of the config names
             shutil.copy(code, directory / code.name)
         return written
 
     name = Path(os.fspath(model)).name if source == Path(model) else os.fspath(model).replace("/", "--")
-    return _publish(name, spec.label, inputs, out, write, source=os.fspath(model))
+    return _publish(name, choice.label(spec), inputs, out, write, source=os.fspath(model), choice=choice)
+
+
+@ended()
+def measure_quantisation(
+    base: str | os.PathLike[str],
+    source: str | os.PathLike[str],
+    *,
+    text: Sequence[Row] | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> Measured:
+    """How far a prepared base is from the model that it was made from: KL and perplexities, computed in float32 by one
+    block at a time.
+
+    Args:
+        base: directory made by `prepare_base`.
+        source: hub name or checkpoint directory.
+        text: rows as of `calibrate` of `prepare_base`; by default some of ours on which no base is calibrated.
+        revision: of a hub model.
+        trust_remote_code: let transformers run the model's own code.
+    """
+    prepared = open_base(base)
+    directory = _local_directory(os.fspath(source), revision)
+    begin(f"measuring how far {base} is from {source}")
+    model, stored = _load_source(directory, trust_remote_code), StoredTensors(prepared.path)
+    tokenizer = read_tokenizer(None, prepared.path, trust_remote_code)
+
+    def decoded(names: Sequence[str], _: Any) -> dict[str, torch.Tensor]:
+        return {name: each.dequantised() for name in names if (each := stored.read_4bit(name)) is not None}
+
+    coded = [name for name in stored if f"{name}.absmax" in stored]
+    ids = token_sequences(shipped_text(held_out=True) if text is None else text, tokenizer, model)
+    found = quantise_by_blocks(model, prepared.spec, coded, decoded, held_out=ids)
+    assert found is not None
+    return found
 
 
 def _load_source(source: Path, trust_remote_code: bool) -> Any:
@@ -215,26 +269,33 @@ def _load_source(source: Path, trust_remote_code: bool) -> Any:
     return model
 
 
-def _prepare_object(model: Any, spec: QuantSpec, tokenizer: Any, out: str | os.PathLike[str] | None) -> PreparedBase:
+def _prepare_object(
+    model: Any, spec: QuantSpec, tokenizer: Any, out: str | os.PathLike[str] | None, choice: Calibration
+) -> PreparedBase:
     """Write down a model object: its own bytes if it is 4-bit, else quantised as `spec` says."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     known = getattr(base, "qlora_base", None)
     if isinstance(known, PreparedBase) and out is None:
+        choice.check_made(known.calibrated_on, f"the model is that of the prepared base {known}")
         return open_base(known)
     check_vision_type(base.config)
     check_function(base.config)
     note_function(base.config)
     live = spec_of(base)
     written = live if live.is_4bit else spec
-    inputs = _digest_inputs(digest_model(base), written, digest_tokenizer(tokenizer))
+    if live.is_4bit:
+        choice.check_made(None, "the model is 4-bit already")
+    inputs = _digest_inputs(digest_model(base), written, digest_tokenizer(tokenizer), *choice.digests)
     origin = getattr(base.config, "_name_or_path", "") or type(base).__name__
 
     def write(directory: Path) -> QuantSpec:
-        write_checkpoint(base, written, directory, is_quantized=live.is_4bit)
+        choose = choice.by(lambda: read_tokenizer(tokenizer, Path(origin), trust_remote_code=False))
+        write_checkpoint(base, written, directory, is_quantized=live.is_4bit, choose=choose)
         write_tokenizer(tokenizer, Path(origin), directory, trust_remote_code=False, rows=embedding_rows(base))
         return written
 
-    return _publish(Path(origin).name, written.label, inputs, out, write, source=f"model object ({origin})")
+    name, label = Path(origin).name, choice.label(written)
+    return _publish(name, label, inputs, out, write, source=f"model object ({origin})", choice=choice)
 
 
 def open_base(path: str | os.PathLike[str], *, verify: bool = True) -> PreparedBase:
@@ -270,7 +331,11 @@ def open_base(path: str | os.PathLike[str], *, verify: bool = True) -> PreparedB
     try:
         reasons = list(misfits(directory, manifest["files"], verify=verify))
         spec, parent = QuantSpec.from_dict(manifest["spec"]), manifest.get("parent")
-        opened = PreparedBase(directory, spec, str(manifest["identity"]), str(manifest["inputs"]), parent)
+        measured = Measured(**manifest["measured"]) if "measured" in manifest else None
+        text = manifest.get("calibrated_on")
+        opened = PreparedBase(
+            directory, spec, str(manifest["identity"]), str(manifest["inputs"]), parent, text, measured
+        )
     except PermissionError as error:
         raise _unreadable("opening a base", error) from error
     except (AttributeError, LookupError, TypeError, ValueError, OSError) as error:
@@ -455,6 +520,7 @@ def _publish(
     *,
     source: str,
     parent: str | None = None,
+    choice: Calibration | None = None,
 ) -> PreparedBase:
     """Run `write` into a new directory next to the target and rename it when everything is on disk."""
     target = Path(out) if out is not None else cache_root() / "bases" / f"{name}-{label}-{inputs[:16]}"
@@ -494,6 +560,7 @@ def _publish(
                 "spec": spec.as_dict(),
             }
             manifest["files"] = files
+            manifest |= {} if choice is None else choice.recorded
             if parent is not None:
                 manifest["parent"] = parent
             (staging / MANIFEST).write_text(json.dumps(manifest, indent=1))
@@ -510,7 +577,8 @@ def _publish(
             shutil.rmtree(staging, ignore_errors=True)
             raise
     logger.info("prepared %s (%s) in %s", source, label, target)
-    return PreparedBase(target, spec, identity, inputs, parent)
+    text, measured = (None, None) if choice is None else (choice.digest, choice.measured)
+    return PreparedBase(target, spec, identity, inputs, parent, text, measured)
 
 
 def _digest_inputs(source: str, spec: QuantSpec, *others: str) -> str:

@@ -169,35 +169,80 @@ def quantize_linear(weight_OI: torch.Tensor, spec: QuantSpec) -> dict[str, torch
         weight_OI.cpu().contiguous(), blocksize=spec.blocksize, quant_type=spec.quant_type
     )
     if spec.double_quant:
-        state = _quantize_scales(state)
+        absmax = state.absmax.flatten()
+        grid = ScaleGrid.of(absmax)
+        state = with_nested_scales(state, grid.codes(absmax), grid)
+    return packed(codes, state)
+
+
+def packed(codes: torch.Tensor, state: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint, keys relative to the module.
+
+    Args:
+        codes: uint8 [O·I/2, 1].
+        state: bitsandbytes' QuantState.
+    """
     tensors = {"weight": codes}
     tensors |= {f"weight.{key}": value for key, value in state.as_dict(packed=True).items()}
     return {key: value.contiguous() for key, value in tensors.items()}
 
 
-def _quantize_scales(state: Any) -> Any:
-    """A QuantState with the scales of `state` in 8 bits (QLoRA's double quantisation, arXiv 2305.14314, section 3).
+@dataclass(frozen=True)
+class ScaleGrid:
+    """The scales that one weight can have in 8 bits (QLoRA's double quantisation, arXiv 2305.14314, section 3).
 
     bitsandbytes' own double quantisation depends on the machine: the mean is rounded by the number of threads, the 256
     values by the width of vectors, and its kernel's instructions are those of the processor. Here the sum is exact.
+
+    Attributes:
+        offset: mean of the scales, float32 [].
+        inner: the scale of each scale, float32 [blocks].
+        table: the 256 values, float32.
     """
-    absmax = state.absmax.flatten()
-    offset = torch.tensor(math.fsum(absmax.tolist()) / absmax.numel(), dtype=torch.float32)
-    table = torch.tensor(_eight_bit_values(), dtype=torch.float32)
-    centred = torch.nn.functional.pad(absmax - offset, (0, -absmax.numel() % _NESTED_BLOCK)).view(-1, _NESTED_BLOCK)
-    inner = centred.abs().amax(1)
-    scaled = centred / inner.clamp(min=torch.finfo(torch.float32).tiny)[:, None]  # blocks whose scales are all alike
-    codes = torch.bucketize(scaled, (table[1:] + table[:-1]) / 2).to(torch.uint8)
+
+    offset: torch.Tensor
+    inner: torch.Tensor
+    table: torch.Tensor
+
+    @classmethod
+    def of(cls, absmax: torch.Tensor) -> ScaleGrid:
+        """That of the scales of a weight, flat [blocks]."""
+        count = absmax.numel()
+        offset = torch.tensor(math.fsum(absmax.tolist()) / count, dtype=torch.float32, device=absmax.device)
+        padded = torch.nn.functional.pad(absmax - offset, (0, -count % _NESTED_BLOCK)).view(-1, _NESTED_BLOCK)
+        inner = padded.abs().amax(1).repeat_interleave(_NESTED_BLOCK)[:count]
+        return cls(offset, inner, torch.tensor(_eight_bit_values(), dtype=torch.float32, device=absmax.device))
+
+    def codes(self, absmax: torch.Tensor) -> torch.Tensor:
+        """The codes of scales, uint8; of the shape of `inner`."""
+        tiny = torch.finfo(torch.float32).tiny  # of blocks whose scales are all alike
+        scaled = (absmax - self.offset) / self.inner.clamp(min=tiny)
+        return torch.bucketize(scaled, (self.table[1:] + self.table[:-1]) / 2).to(torch.uint8)
+
+    def scales(self, codes: torch.Tensor) -> torch.Tensor:
+        """What codes stand for, as `exact_absmax` has it."""
+        return self.table[codes.long()] * self.inner + self.offset
+
+
+def with_nested_scales(state: Any, codes: torch.Tensor, grid: ScaleGrid) -> Any:
+    """A QuantState with the scales of `state` in 8 bits.
+
+    Args:
+        state: bitsandbytes' QuantState.
+        codes: of the scales, flat [blocks].
+        grid: of which they are.
+    """
     kind = type(state)
+    inner = kind(absmax=grid.inner[::_NESTED_BLOCK], blocksize=_NESTED_BLOCK, code=grid.table, dtype=torch.float32)
     return kind(
-        absmax=codes.flatten()[: absmax.numel()],
+        absmax=codes,
         shape=state.shape,
         dtype=state.dtype,
         blocksize=state.blocksize,
         code=state.code,
         quant_type=state.quant_type,
-        offset=offset,
-        state2=kind(absmax=inner, blocksize=_NESTED_BLOCK, code=table, dtype=torch.float32),
+        offset=grid.offset,
+        state2=inner,
     )
 
 

@@ -69,26 +69,31 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         return ".weight." not in name
 
     def read_4bit(self, name: str) -> Stored4bit | None:
-        """A 4-bit weight with all that belongs to it; `None` for a weight that is not quantised.
+        """`read_4bit` of these tensors."""
+        return read_4bit(self, name)
 
-        Double-quantised scales are un-nested in float32: `code2[absmax] * absmax2 + offset`.
-        """
-        if f"{name}.absmax" not in self._home:
-            return None
-        prefix = f"{name}.quant_state.bitsandbytes__"
-        packed = next(f"{prefix}{kind}" for kind in ("nf4", "fp4") if f"{prefix}{kind}" in self._home)
-        described = json.loads(bytes(self[packed].tolist()))
-        absmax = self[f"{name}.absmax"].flatten()
-        if f"{name}.nested_absmax" in self._home:
-            values = self[f"{name}.nested_quant_map"].float()[absmax.long()]
-            scales = self[f"{name}.nested_absmax"].float().repeat_interleave(described["nested_blocksize"])
-            offset = torch.tensor(described["nested_offset"], dtype=torch.float32)
-            absmax = values * scales[: values.numel()] + offset
-        return Stored4bit(
-            kind=packed.removeprefix(prefix),
-            codes=self[name],
-            absmax=absmax.float(),
-            table=self[f"{name}.quant_map"].float(),
-            blocksize=int(described["blocksize"]),
-            shape=tuple(described["shape"]),
-        )
+
+def read_4bit(tensors: Mapping[str, torch.Tensor], name: str) -> Stored4bit | None:
+    """A 4-bit weight with all that belongs to it; `None` for a weight that is not quantised.
+
+    Double-quantised scales are un-nested in float32: `code2[absmax] * absmax2 + offset`.
+    """
+    if f"{name}.absmax" not in tensors:
+        return None
+    prefix = f"{name}.quant_state.bitsandbytes__"
+    packed = next(f"{prefix}{kind}" for kind in ("nf4", "fp4") if f"{prefix}{kind}" in tensors)
+    described = json.loads(bytes(tensors[packed].tolist()))
+    absmax = tensors[f"{name}.absmax"].flatten()
+    if f"{name}.nested_absmax" in tensors:
+        values = tensors[f"{name}.nested_quant_map"].float()[absmax.long()]
+        scales = tensors[f"{name}.nested_absmax"].float().repeat_interleave(described["nested_blocksize"])
+        offset = torch.tensor(described["nested_offset"], dtype=torch.float32)
+        absmax = values * scales[: values.numel()] + offset
+    return Stored4bit(
+        kind=packed.removeprefix(prefix),
+        codes=tensors[name],
+        absmax=absmax.float(),
+        table=tensors[f"{name}.quant_map"].float(),
+        blocksize=int(described["blocksize"]),
+        shape=tuple(described["shape"]),
+    )

@@ -33,8 +33,18 @@ _FUSED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj") | dict.fromke
 )
 
 
-def write_checkpoint(model: PreTrainedModel, spec: QuantSpec, directory: Path, *, is_quantized: bool) -> None:
-    """Write config and tensors; quantises module by module unless `is_quantized`."""
+# (model, weights that are to be quantised by their names in checkpoints) to codes and scales of some of them.
+Choose = Callable[["PreTrainedModel", Mapping[str, torch.Tensor]], Mapping[str, dict[str, torch.Tensor]]]
+
+
+def write_checkpoint(
+    model: PreTrainedModel, spec: QuantSpec, directory: Path, *, is_quantized: bool, choose: Choose | None = None
+) -> None:
+    """Write config and tensors; quantises module by module unless `is_quantized`.
+
+    Args:
+        choose: quantises some of the weights in another way, in the same form as `quantize_linear`.
+    """
     from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
 
@@ -53,6 +63,7 @@ def write_checkpoint(model: PreTrainedModel, spec: QuantSpec, directory: Path, *
         vision = [] if spec.quantize_tower else vision_parts(model)
         tower = tuple(f"{part}." for part in vision_parts(model))
         plain: list[str] = []
+        coded: list[str] = []
         for name, module in model.named_modules():
             if not isinstance(module, torch.nn.Linear) or name.startswith(tuple(f"{part}." for part in vision)):
                 continue
@@ -60,10 +71,16 @@ def write_checkpoint(model: PreTrainedModel, spec: QuantSpec, directory: Path, *
             if module is head or is_ragged or spec.skips(name):
                 plain.append(name)
                 continue
-            _quantise(tensors, stored(f"{name}.weight"), spec)
-        for name in [name for name in tensors if spec.quantize_experts and is_expert_matrix(name)]:
-            _quantise(tensors, name, spec)
-        if not any(".quant_state." in name for name in tensors):
+            coded.append(stored(f"{name}.weight"))
+        coded += [name for name in tensors if spec.quantize_experts and is_expert_matrix(name)]
+        for name in coded:
+            _check_quantisable(tensors[name], name, spec)
+        chosen = choose(model, {name: tensors[name] for name in coded}) if choose and coded else {}
+        for name in coded:
+            weight = tensors.pop(name)
+            made = chosen.get(name) or quantize_linear(weight, spec)
+            tensors |= {f"{name.removesuffix('.weight')}.{key}": value for key, value in made.items()}
+        if not coded:
             raise UnsupportedQuantError(
                 f"preparing a base: {spec.label} quantises none of the weights of {type(model).__name__}: it has no "
                 "torch.nn.Linear, or skip_modules names them all. Pass quant='none', or a model whose layers are "
@@ -185,9 +202,9 @@ def _fused_with(own: str) -> list[str]:
     return [part for part, fused in _FUSED.items() if fused == _FUSED.get(own)] or [own]
 
 
-def _quantise(tensors: dict[str, torch.Tensor], name: str, spec: QuantSpec) -> None:
-    """Put codes and scales in the place of one weight [O, I]."""
-    module, weight = name.removesuffix(".weight"), tensors.pop(name)
+def _check_quantisable(weight: torch.Tensor, name: str, spec: QuantSpec) -> None:
+    """Reject a weight [O, I] that has no form in 4 bits."""
+    module = name.removesuffix(".weight")
     if weight.shape[1] % spec.blocksize:
         # Blocks would go on in the next row, which bitsandbytes 0.50's CPU kernel does not follow: it takes the
         # wrong scales (mean error of random weights 0.119 in the place of 0.080, see docs/development-log.md).
@@ -207,7 +224,6 @@ def _quantise(tensors: dict[str, torch.Tensor], name: str, spec: QuantSpec) -> N
             "sound checkpoint.",
             module=module,
         )
-    tensors |= {f"{module}.{key}": value for key, value in quantize_linear(weight, spec).items()}
 
 
 def write_weights(
@@ -335,26 +351,37 @@ def check_vocabulary(tokenizer: Any, rows: int, doing: str, own: Callable[[], An
     )
 
 
-def write_tokenizer(tokenizer: Any, source: Path, directory: Path, trust_remote_code: bool, *, rows: int) -> None:
-    """Store the tokenizer (with its chat template) next to the weights, whose embedding has `rows`."""
+def read_tokenizer(tokenizer: Any, source: Path, trust_remote_code: bool) -> Any:
+    """The tokenizer that was given, or that of the source.
+
+    Raises:
+        ConfigConflictError: there is none that can be read.
+    """
+    if tokenizer is not None:
+        return tokenizer
     from transformers import AutoTokenizer
 
-    def own() -> Any:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    try:
+        found = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+        found("a")  # some of what is damaged shows only here
+    except Exception as error:
+        raise ConfigConflictError(
+            f"preparing a base: {source} has no tokenizer that can be read ({_said(error)}). The engine needs one next "
+            "to the weights; pass tokenizer= (processing_class= of the trainer)."
+        ) from error
+    return found
+
+
+def write_tokenizer(tokenizer: Any, source: Path, directory: Path, trust_remote_code: bool, *, rows: int) -> None:
+    """Store the tokenizer (with its chat template) next to the weights, whose embedding has `rows`."""
 
     def own_if_any() -> Any:
         with contextlib.suppress(Exception):
-            return own()
+            from transformers import AutoTokenizer
 
-    if tokenizer is None:
-        try:
-            tokenizer = own()
-            tokenizer("a")  # some of what is damaged shows only here
-        except Exception as error:
-            raise ConfigConflictError(
-                f"preparing a base: {source} has no tokenizer that can be read ({_said(error)}). The engine needs one "
-                "next to the weights; pass tokenizer= (processing_class= of the trainer)."
-            ) from error
+            return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+
+    tokenizer = read_tokenizer(tokenizer, source, trust_remote_code)
     check_vocabulary(tokenizer, rows, f"preparing a base of {source}", own_if_any)
     if directory_takes_images(directory):
         from transformers import AutoProcessor

@@ -40,6 +40,21 @@ def add(commands: Any) -> None:
         action="store_true",
         help="of a vision-language model, vision tower and projector in 4 bits too",
     )
+    prepare.add_argument(
+        "--calibrate",
+        nargs="?",
+        const=True,
+        default=False,
+        metavar="DATA",
+        help="choose the codes by what the layers see of a text, in the same format: rows of .jsonl, .json, .csv or "
+        ".parquet, or plain text; without DATA a text of ours",
+    )
+    prepare.add_argument(
+        "--measure",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="measure how far the base is from its source, on some hundred tokens (default: on)",
+    )
     prepare.add_argument("--revision", help="revision of a hub model")
     prepare.add_argument("--trust-remote-code", action="store_true", help="let the model's own code run")
     prepare.set_defaults(run=run)
@@ -48,7 +63,9 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Quantise, and say what was written."""
     from qlora_rl.base.checkpoint import prepare_base
+    from qlora_rl.data.calibration import calibration_rows
 
+    calibrate = arguments.calibrate
     base = prepare_base(
         arguments.model,
         arguments.quant,
@@ -61,7 +78,11 @@ def run(arguments: argparse.Namespace) -> int:
         out=arguments.out,
         revision=arguments.revision,
         trust_remote_code=arguments.trust_remote_code,
+        calibrate=calibration_rows(calibrate) if isinstance(calibrate, str) else calibrate,
+        measure=arguments.measure,
     )
     size = sum(f.stat().st_size for f in base.path.iterdir()) / 2**20
     print(f"{base}: {base.spec.label}, {size:.1f} MiB, identity {base.identity[:16]}")
+    if base.measured is not None:
+        print(base.measured)
     return 0

@@ -16,7 +16,7 @@ from qlora_rl.config.findings import Finding, choices, elsewhere, misfit, neares
 from qlora_rl.config.paths import all_uses, split_reward
 from qlora_rl.config.schema import ALIASES, KINDS, TABLES, TRAIN, Reward, RunConfig, Table, options
 from qlora_rl.config.trl_fields import LIMITS
-from qlora_rl.data.files import check_files, is_file
+from qlora_rl.data.files import DATA_FILES, check_files, is_file
 from qlora_rl.data.rows import placeholders
 
 # What others call a way to train, and what comes closest to it here.
@@ -212,6 +212,14 @@ def _look_at_patterns(value: Mapping[str, str]) -> list[str]:
     return found
 
 
+def _look_at_text(file: Any) -> list[str]:
+    if not isinstance(file, str):
+        return []
+    if not os.path.isfile(file):
+        return [f"there is no file {file} (a path that is not absolute counts from the directory of the run's file)"]
+    return check_files([file]) if file.endswith(DATA_FILES) else []
+
+
 _LOOKS: Mapping[str, Callable[[Any], list[str]]] = {
     "model": _look_at_model,
     "data": _look_at_data,
@@ -222,4 +230,5 @@ _LOOKS: Mapping[str, Callable[[Any], list[str]]] = {
     "file": _look_at_key,
     "where": _look_at_where,
     "adapter": _look_at_adapter,
+    "text": _look_at_text,
 }

@@ -22,6 +22,7 @@ from qlora_rl.config.schema import METHODS, PLANNED, REPLAYING, SCORED, RunConfi
 from qlora_rl.config.trl_fields import make_args
 from qlora_rl.config.write import value
 from qlora_rl.contracts import IMAGES
+from qlora_rl.data.calibration import calibration_rows
 from qlora_rl.data.files import is_file, known_columns
 from qlora_rl.data.load import TEMPLATE_COLUMN, columns_after, load_data
 from qlora_rl.distributed import join, ranks
@@ -449,6 +450,7 @@ def make_base(config: RunConfig) -> PreparedBase:
         quantize_tower=spec.quantize_tower,
         revision=held.revision,
         trust_remote_code=held.trust_remote_code,
+        calibrate=calibration_rows(held.calibrate) if isinstance(held.calibrate, str) else held.calibrate,
     )
 
 

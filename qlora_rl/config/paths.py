@@ -59,7 +59,7 @@ def _anchor(kind: str, value: Any, root: Path) -> Any:
         return value
     if kind == "out":
         return _absolute(value, Path.cwd())
-    if kind in ("path", "file", "adapter"):
+    if kind in ("path", "file", "text", "adapter"):
         return _absolute(value, root)
     if kind == "data":
         return _absolute(value, root) if is_file(value) or os.path.exists(root / value) else value

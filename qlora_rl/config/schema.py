@@ -85,8 +85,9 @@ def option(
     Args:
         says: what it does, one line.
         default: without one it must be given.
-        kind: of what it names: "path", "file", "adapter", "out" (made absolute), "model", "data" (a path, or a name on
-            the hub), "reward", "function" ("path.py:name"), "where", "template", "patterns", or "" for a plain value.
+        kind: of what it names: "path", "file", "text", "adapter", "out" (made absolute), "model", "data" (a path, or a
+            name on the hub), "reward", "function" ("path.py:name"), "where", "template", "patterns", or "" for a plain
+            value.
         methods: the only methods that know it; empty for all.
         example: for the file to start from.
         bounds: of a number, by pydantic's names: ge, gt, le, lt.
@@ -113,6 +114,12 @@ class Base(Table):
     )
     quantize_experts: bool = option("in a mixture of experts, also quantise the experts", False)
     quantize_tower: bool = option("in a vision-language model, also quantise vision tower and projector", False)
+    calibrate: bool | str = option(
+        "choose the codes by what the layers see of a file's rows or text, or, with `true`, of a text of ours",
+        False,
+        kind="text",
+        example="rows.jsonl",
+    )
     revision: str | None = option("branch, tag or commit on the hub", None, example="main")
     trust_remote_code: bool = option("allow the model's own code to run", False)
     attn_implementation: str | None = option("transformers' attention in the trainer", None, example="sdpa")

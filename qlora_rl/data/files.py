@@ -12,6 +12,9 @@ from typing import Any
 
 DATA_FILES = (".jsonl", ".json", ".csv", ".parquet")
 READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+# What datasets call the question and its answer, where they do not say prompt and completion.
+PROMPTS = ("question", "problem", "instruction", "query", "input")
+ANSWERS = ("answer", "final_answer", "ground_truth", "solution", "completion", "response", "output", "target")
 # ShareGPT's column.
 SHARED = "conversations"
 # Characters in a cell of CSV; csv's own limit is 131,072.
@@ -96,7 +99,7 @@ def csv_columns(file: str, rows: int | None = None) -> tuple[list[str], int]:
                     )
             return columns, number
     except UnicodeDecodeError as error:
-        raise UnreadableError(_not_utf8(file, error)) from error
+        raise UnreadableError(not_utf8(file, error)) from error
     except (csv.Error, OSError) as error:
         raise UnreadableError(f"{file} cannot be read as CSV: {error}") from error
     finally:
@@ -120,7 +123,7 @@ def _check_rows(file: str) -> list[str]:
     except UnreadableError as error:
         return [str(error)]
     except UnicodeDecodeError as error:
-        return [_not_utf8(file, error)]
+        return [not_utf8(file, error)]
     except (ValueError, OSError) as error:
         return [f"{file}: its first line is no JSON: {error}"]
     if row is None:
@@ -154,7 +157,8 @@ def _first_row(file: str) -> Any:
     return json.loads(line) if line else None
 
 
-def _not_utf8(file: str, error: UnicodeDecodeError) -> str:
+def not_utf8(file: str, error: UnicodeDecodeError) -> str:
+    """What is wrong with a file that is in another encoding, and what to do."""
     wrong = f"byte 0x{error.object[error.start]:02x}: {error.reason}"
     return f"{file} is not in UTF-8 ({wrong}). Save it in UTF-8; of Latin-1: iconv -f LATIN1 -t UTF-8"
 

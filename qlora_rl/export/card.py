@@ -190,7 +190,7 @@ def _what(card: Card) -> str:
 
 def _again(card: Card) -> str:
     source, spec = card.trained.source, card.trained.base.spec
-    if not _is_hub_name(source) or not spec.is_4bit:
+    if not _is_hub_name(source) or not spec.is_4bit or card.trained.base.calibrated_on is not None:
         return ""
     double = "" if spec.double_quant else " --no-double-quant"
     skip = f" --skip {' '.join(spec.skip_modules)}" if spec.skip_modules else ""

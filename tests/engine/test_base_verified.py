@@ -63,7 +63,18 @@ def test_fused_linears_and_skipped_ones_are_held_and_adapted_alike(tmp_path, kin
     source = make_model(tmp_path / "model", architecture="llama" if kind == "published" else kind, tied=False)
     if kind == "published":
         source = quantised_in_flight(source, tmp_path / "published", "lm_head", "model.layers.1.mlp")
-    base = prepare_base(source, "none" if kind == "glm" else "nf4")
+    check_adapted(prepare_base(source, "none" if kind == "glm" else "nf4"))
+
+
+def test_a_calibrated_base_is_verified_and_pushed_to_like_any_other(model_dir, tmp_path):
+    base = prepare_base(
+        model_dir, calibrate=["The quick brown fox jumps over the lazy dog. " * 4], out=tmp_path / "base"
+    )
+    check_adapted(base)
+
+
+def check_adapted(base):
+    """Both sides hold it, and adapters that are pushed in two ways."""
     prompts = [[40, 41, 42, 43, 44, 45]] * 4
     with LocalEngine(base, max_lora_rank=8, max_model_length=32, max_num_seqs=8) as engine:
         model = load_base(base)

@@ -43,6 +43,7 @@ WRONG = {
         "revision": [(1, TEXT)],
         "quantize_experts": [(1, TRUTH)],
         "quantize_tower": [(1, TRUTH)],
+        "calibrate": [(1, "true or false or a string in quotes"), ("/nowhere/x.jsonl", "no file /nowhere/x.jsonl")],
         "trust_remote_code": [(1, TRUTH)],
         "attn_implementation": [(False, TEXT)],
     },

@@ -1,0 +1,121 @@
+"""`Calibration`: what was asked for where a base is prepared, and what came of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from qlora_rl.base.calibration.blocks import Measured, chooser, quantise_by_blocks
+from qlora_rl.base.calibration.text import Row, digest_rows, shipped_text, token_sequences
+from qlora_rl.base.quant import QuantSpec, quantize_linear
+from qlora_rl.base.reader import read_4bit
+from qlora_rl.errors import ConfigConflictError
+from qlora_rl.stages import begin
+
+logger = logging.getLogger(__name__)
+
+# Of what is computed here: another number gives other bytes for the same text.
+_METHOD = "1"
+
+
+class Calibration:
+    """Quantises by a text, measures, or neither.
+
+    Args:
+        rows: `None` quantises plainly.
+        measures: how far the base is from its source.
+        spec: of the base.
+    """
+
+    def __init__(self, rows: Sequence[Row] | None, measures: bool, spec: QuantSpec) -> None:
+        self._rows, self._measures, self._spec = rows, measures and spec.is_4bit, spec
+        self.measured: Measured | None = None
+        self.digest = None if rows is None else digest_rows([*rows, _METHOD])
+
+    @classmethod
+    def of(cls, calibrate: bool | Sequence[Row], measure: bool | None, spec: QuantSpec) -> Calibration:
+        """What arguments of `prepare_base` ask for."""
+        if calibrate is False:
+            return cls(None, bool(measure), spec)
+        if not spec.is_4bit:
+            raise ConfigConflictError(
+                f"preparing a base: quant='none' has no codes that calibrate could choose ({spec.compute_dtype}). "
+                "Leave calibrate out, or use quant='nf4'."
+            )
+        rows = shipped_text() if calibrate is True else list(calibrate)
+        return cls(rows, measure is not False, spec)
+
+    def label(self, spec: QuantSpec) -> str:
+        """Of a base of that spec, for a directory."""
+        return spec.label + ("" if self._rows is None else "-calibrated")
+
+    @property
+    def digests(self) -> list[str]:
+        """What of it decides the base."""
+        return [] if self.digest is None else [self.digest]
+
+    @property
+    def recorded(self) -> dict[str, Any]:
+        """For the manifest, when the base is written."""
+        found = {} if self.digest is None else {"calibrated_on": self.digest}
+        return found | ({} if self.measured is None else {"measured": self.measured.as_dict()})
+
+    def check_made(self, calibrated_on: str | None, what: str) -> None:
+        """Reject a text for what is quantised already, unless it is the text that it was calibrated on.
+
+        Raises:
+            ConfigConflictError: begins with `what`.
+        """
+        if self.digest is not None and self.digest != calibrated_on:
+            raise ConfigConflictError(
+                f"preparing a base: {what}, and its codes cannot be chosen by a text any more. Start from the 16-bit "
+                "original, or leave calibrate out."
+            )
+
+    def by(
+        self, tokenizer: Callable[[], Any]
+    ) -> Callable[[Any, Mapping[str, torch.Tensor]], dict[str, dict[str, torch.Tensor]]]:
+        """Quantises the weights of a model's blocks, with what `tokenizer` returns.
+
+        Linears outside of the blocks are left to `quantize_linear`.
+        """
+
+        def choose(model: Any, weights: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+            if self._rows is None and not self._measures:
+                return {}
+            found: dict[str, dict[str, torch.Tensor]] = {}
+            if self._rows is not None:
+                made = tokenizer()
+                held_out = self._held_out(made, model)
+                text = token_sequences(self._rows, made, model)
+                begin(f"choosing its codes by {sum(map(len, text))} tokens of text")
+                quantise = chooser(self._spec, weights, found)
+                self.measured = quantise_by_blocks(model, self._spec, weights, quantise, text, held_out)
+                return found
+            begin("quantising it, and measuring how far it is from its source")
+            quantise = _plainly(self._spec, weights, found)
+            try:
+                held_out = self._held_out(tokenizer(), model)
+                self.measured = quantise_by_blocks(model, self._spec, weights, quantise, held_out=held_out)
+            except Exception as error:  # whatever a model finds in text: the base is what was asked for
+                said = f"{type(error).__name__}: {error}".partition("\n")[0]
+                logger.warning("how far the base is from its source was not measured (%s)", said)
+                return {}
+            return found
+
+        return choose
+
+    def _held_out(self, tokenizer: Any, model: Any) -> list[list[int]]:
+        return token_sequences(shipped_text(held_out=True), tokenizer, model) if self._measures else []
+
+
+def _plainly(spec: QuantSpec, weights: Mapping[str, torch.Tensor], found: dict[str, dict[str, torch.Tensor]]) -> Any:
+    def quantise(names: Sequence[str], _: Any) -> dict[str, torch.Tensor]:
+        found.update({name: quantize_linear(weights[name], spec) for name in names})
+        stored = {name: read_4bit(found[name], "weight") for name in names}
+        return {name: each.dequantised() for name, each in stored.items() if each is not None}
+
+    return quantise
