@@ -14,8 +14,6 @@ from qlora_rl.errors import ConfigConflictError, PromptTooLongError
 
 # Of vLLM's SamplingParams, but the engine's own.
 _OURS = {"logprobs", "n", "output_kind"}
-# How vLLM ends a request that it has not generated to its end: what it has of it is no sample of the policy.
-_CUT_OFF = ("abort", "error")
 # Asks for nothing but the logprobs of the prompt.
 SCORING = SamplingSpec(max_tokens=1, temperature=0.0, extra={"prompt_logprobs": 0})
 
@@ -144,9 +142,20 @@ def request_seed(seed: int, index: int) -> int:
 
 
 def are_cut_off(outputs: Iterable[Any]) -> bool:
-    """One of vLLM's request outputs (`None`: it gave none) was not generated to its end: vLLM ends, or has dropped
-    it."""
-    return any(output is None or output.outputs[0].finish_reason in _CUT_OFF for output in outputs)
+    """One of vLLM's request outputs (`None`: it gave none) was not generated to its end, and what there is of it is no
+    sample of the policy: vLLM ends, or has dropped it.
+
+    Raises:
+        ConfigConflictError: vLLM ended one with an error. It does where a pattern is asked for and no token of the
+            model goes on in it.
+    """
+    reasons = ["abort" if output is None else output.outputs[0].finish_reason for output in outputs]
+    if "error" in reasons:
+        raise ConfigConflictError(
+            "generating: vLLM has ended a completion with an error, as it does where no token of the model goes on in "
+            "the pattern that is asked for (regex). Use a pattern that the model's tokens can follow."
+        )
+    return "abort" in reasons
 
 
 def sampled(outputs: Sequence[Any]) -> dict[str, list[Any]]:

@@ -143,6 +143,14 @@ def test_a_regex_is_obeyed(engine, prompts):
     assert all(len(text) == 3 and text.isdigit() for text in texts)
 
 
+def test_a_regex_that_no_token_goes_on_in_is_the_callers_error(engine, prompts):
+    before = engine.incarnation
+    with pytest.raises(ConfigConflictError, match="Use a pattern that the model's tokens can follow"):
+        engine.generate(prompts, regex="\u0663", max_tokens=8, seed=1, extra={"logit_bias": {5: 1.0}})
+    assert len(engine.generate(prompts, max_tokens=2).completion_ids) == len(prompts)
+    assert engine.incarnation == before
+
+
 def test_further_sampling_arguments_reach_vllm(engine, prompts):
     rollout = engine.generate(prompts, max_tokens=12, seed=1, extra={"min_tokens": 12})
     assert {len(ids) for ids in rollout.completion_ids} == {12}
