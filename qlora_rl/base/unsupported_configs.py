@@ -267,6 +267,9 @@ def _read_by_vllm(text: Any) -> Iterator[tuple[str, Any]]:
             found = getattr(text, field)
             if found not in [getattr(text, each, False) if isinstance(each, str) else each for each in neutral]:
                 yield field, found
+    for field in ("rotary_pct", "rotary_emb_fraction") if text.model_type in _KNOWN - _ROTATES_PART else ():
+        if getattr(text, field, None) not in (None, 1.0):
+            yield field, getattr(text, field)
     for rope in _ropes(text):
         if rope.get("rope_type") == "dynamic" and "alpha" in rope and text.model_type in _KNOWN - {"hunyuan_v1_dense"}:
             yield "alpha", rope["alpha"]

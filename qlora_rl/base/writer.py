@@ -104,7 +104,7 @@ def write_checkpoint(
     config.pop("quantization_config", None)
     config["dtype"] = spec.compute_dtype
     # By them vLLM finds its class. A checkpoint's may name another one: a model without its head, a classifier.
-    config["architectures"] = [type(model).__name__]
+    config["architectures"] = [architecture(model)]
     if spec.is_4bit:
         skipped = _skipped(model, plain, tensors, spec.skip_modules if not is_quantized else None)
         config["quantization_config"] = replace(spec, skip_modules=skipped).transformers_config()
@@ -224,6 +224,14 @@ def _check_quantisable(weight: torch.Tensor, name: str, spec: QuantSpec) -> None
             "sound checkpoint.",
             module=module,
         )
+
+
+def architecture(model: Any) -> str:
+    """The class by which vLLM finds the model: of transformers or of the checkpoint's own code, no subclass."""
+    for kind in type(model).__mro__:
+        if kind.__module__.startswith(("transformers.", "transformers_modules.")):
+            return str(kind.__name__)
+    return type(model).__name__
 
 
 def write_weights(

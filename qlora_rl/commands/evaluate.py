@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,11 +122,22 @@ def _look(arguments: argparse.Namespace) -> int:
     from qlora_rl.demo.job import quieten
     from qlora_rl.engine.loading import loading
 
-    given = {"--data": arguments.data, "--reward": arguments.reward, "--base": arguments.base}
+    given = {
+        "--data": arguments.data,
+        "--reward": arguments.reward,
+        "--column": arguments.column,
+        "--base": arguments.base,
+        "--no-save": arguments.no_save,
+    }
     if wrong := [name for name, value in given.items() if value]:
         raise UsageError(
             f"evaluating: {arguments.trained} names its data, rewards and base. Leave {', '.join(wrong)} out, or use "
             "--set."
+        )
+    if arguments.samples == 1 or arguments.temperature == 0:
+        raise UsageError(
+            "evaluating: whether a step has something to learn from takes several different completions of a prompt. "
+            "Use --samples 2 or more, and a temperature above 0."
         )
     with loading("qlora_rl.adapter.initialization"):
         quieten()
@@ -136,17 +148,22 @@ def _look(arguments: argparse.Namespace) -> int:
         from qlora_rl.config.read import read_config
         from qlora_rl.config.rewards import load_reward
         from qlora_rl.config.schema import METHODS
-        from qlora_rl.contracts import SamplingSpec
         from qlora_rl.data.load import TEMPLATE_COLUMN, load_data
         from qlora_rl.inference.first_look import look_at_base
         from qlora_rl.stages import begin
         from qlora_rl.train.metrics.rewards import check_signature
+        from qlora_rl.train.setup.settings import check_prompts, sampling_spec
 
         config = read_config(arguments.trained, arguments.overrides)
     if not METHODS[config.method].samples or not config.rewards or config.tools.use or config.environment.use:
         raise UsageError(
             f"evaluating: {arguments.trained} is no run whose base can be asked: that takes a method that samples, "
             "with rewards, and without tools or environments. `qlora-rl data` shows its rows."
+        )
+    if config.adapter.start_from is not None:
+        raise UsageError(
+            f"evaluating: {arguments.trained} goes on from {config.adapter.start_from}. Evaluate that: qlora-rl eval "
+            f"{config.adapter.start_from}"
         )
     check_model(config)
     args = trl_config(config)
@@ -156,14 +173,13 @@ def _look(arguments: argparse.Namespace) -> int:
     rows = rows.select(range(min(len(rows), arguments.limit or 16)))
     if config.data.format == "chat":
         check_talks(config, load_tokenizer(config), rows)
+    check_prompts(args, rows)
     rewards = [load_reward(each) for each in config.rewards]
     for each in rewards:
         check_signature(each, rows.column_names)
     asked = {"temperature": arguments.temperature, "top_p": arguments.top_p, "max_tokens": arguments.max_tokens}
-    own = {name: getattr(args, name, None) for name in (*asked, "top_k", "min_p", "repetition_penalty")}
-    own["max_tokens"] = getattr(args, "max_completion_length", None) or getattr(args, "max_new_tokens", None)
-    chosen = own | {name: value for name, value in asked.items() if value is not None}
-    sampling = SamplingSpec(**{name: value for name, value in chosen.items() if value is not None}, seed=arguments.seed)
+    chosen = {name: value for name, value in asked.items() if value is not None}
+    sampling = replace(sampling_spec(args), seed=arguments.seed, **chosen)
     found = look_at_base(
         make_base(config),
         list(rows),
@@ -172,6 +188,7 @@ def _look(arguments: argparse.Namespace) -> int:
         samples=arguments.samples or 8,
         template=config.data.chat_template_kwargs,
         weights=[each.weight for each in config.rewards],
+        max_model_length=args.vllm_max_model_length,
     )
     print(json.dumps(found.as_dict(), indent=1) if arguments.json else found)
     return 0

@@ -28,16 +28,11 @@ def write_project(directory: Path, model: str | os.PathLike[str]) -> None:
     Raises:
         RunDirectoryError: the directory is there already.
     """
-    try:
-        directory.mkdir(parents=True)
-    except FileExistsError as error:
-        raise RunDirectoryError(
-            f"starting the demo: {directory} is there already. Choose another directory with --out, or go on with it: "
-            f"qlora-rl train {shlex.quote(str(directory / 'run.toml'))}"
-        ) from error
+    _check_free(directory)
+    directory.mkdir(parents=True)
     for name in _FILES:
         text = (files(__package__) / "real_project" / name).read_text(encoding="utf-8")
-        (directory / name).write_text(text.replace("MODEL", str(model)), encoding="utf-8")
+        (directory / name).write_text(text.replace('"MODEL"', f'"{model}"'), encoding="utf-8")
     sums = [(a, b) for a in range(1, 10) for b in range(1, 10)]
     random.Random(0).shuffle(sums)
     for name, part in (("held_out.csv", sums[:_HELD_OUT]), ("train.csv", sums[_HELD_OUT:])):
@@ -45,6 +40,14 @@ def write_project(directory: Path, model: str | os.PathLike[str]) -> None:
             rows = csv.writer(file)
             rows.writerow(("question", "answer"))
             rows.writerows((f"What is {a} plus {b}?", a + b) for a, b in part)
+
+
+def _check_free(directory: Path) -> None:
+    if directory.exists():
+        raise RunDirectoryError(
+            f"starting the demo: {directory} is there already. Choose another directory with --out, or go on with it: "
+            f"qlora-rl train {shlex.quote(str(directory / 'run.toml'))}"
+        )
 
 
 def run_real(directory: Path, steps: int | None = None, say: Callable[[str], None] = print) -> int:
@@ -58,6 +61,7 @@ def run_real(directory: Path, steps: int | None = None, say: Callable[[str], Non
     Returns:
         The exit code of the command that failed; 0.
     """
+    _check_free(directory)  # before anything is downloaded
     write_project(directory, real_model().resolve())
     run = directory / "runs" / "json"
     options = ["--set", f"run.dir={run.resolve()}", *([] if steps is None else ["--set", f"train.max_steps={steps}"])]

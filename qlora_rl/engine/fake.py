@@ -131,7 +131,7 @@ class FakeEngine:
         spec = sampling or SamplingSpec(**fields)
         known = ("max_tokens", "temperature", "seed", "first_place", "stop_token_ids")
         plain = SamplingSpec(**{name: getattr(spec, name) for name in known})
-        if replace(spec, extra={}) != plain or spec.extra.keys() - {"stop_token_ids"}:
+        if replace(spec, extra={}) != plain or spec.extra.keys() - {"stop_token_ids", "ignore_eos"}:
             raise NotYetSupportedError(
                 f"generating: {spec}: the fake engine knows max_tokens, temperature, seed and stop tokens only. Use "
                 "LocalEngine."
@@ -158,6 +158,7 @@ class FakeEngine:
     ) -> tuple[list[int], list[float | None], bool]:
         own = self.eos_token_id if isinstance(self.eos_token_id, Sequence) else [self.eos_token_id]
         ends = {*own, *spec.stop_token_ids, *(spec.extra.get("stop_token_ids") or ())}
+        ends = set() if spec.extra.get("ignore_eos") else ends
         generator = None if spec.seed is None else torch.Generator().manual_seed(spec.seed + index)
         ids: list[int] = []
         logprobs: list[float | None] = []

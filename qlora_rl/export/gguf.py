@@ -228,8 +228,9 @@ def write_modelfile(
             "# The chat template is in the GGUF file (tokenizer.chat_template); Ollama takes it where it knows it, "
             "otherwise write TEMPLATE."
         )
-    stops += tokenizer.convert_ids_to_tokens(further) if (further := _further(tokenizer, ends)) else []
-    lines += [f'PARAMETER stop "{stop}"' for stop in dict.fromkeys(stops)]
+    stops += [tokenizer.decode([each]) for each in _further(tokenizer, ends)]
+    # Ollama reads no escapes there: what has a quote or ends a line cannot be named.
+    lines += [f'PARAMETER stop "{stop}"' for stop in dict.fromkeys(stops) if not {'"', "\n"} & {*stop}]
     (directory / "Modelfile").write_text("\n".join(lines) + "\n")
 
 

@@ -332,7 +332,9 @@ def asking(
             begin("calling the rewards")
             texts = tokenizer.batch_decode(found, skip_special_tokens=True)
             asked = [dict(row) for row in rows for _ in range(samples)]
-            scores = {name: _score(guard(each, name), asked, texts, found) for name, each in rewards.items()}
+            scores = {
+                name: _score(guard(each, name), asked, texts, found, _of_trl(each)) for name, each in rewards.items()
+            }
             positions = engine.capabilities().max_model_length
             prompts = [each for each in lengths for _ in range(samples)]
             cut_off = share_cut_off(prompts, found, ends, sampling.max_tokens, positions)
@@ -389,8 +391,21 @@ def _with_images(row: Mapping[str, Any]) -> Any:
     return with_images(row["prompt"], seen) if seen and not isinstance(row["prompt"], str) else row["prompt"]
 
 
+def _of_trl(reward: Callable[..., Any]) -> dict[str, Any]:
+    """Of what TRL gives reward functions about a training that which this one cannot be called without."""
+    from transformers import TrainerState
+
+    known = {"trainer_state": TrainerState(), "log_extra": lambda *_: None, "log_metric": lambda *_: None}
+    needed = [each.name for each in inspect.signature(reward).parameters.values() if each.default is each.empty]
+    return {name: value for name, value in known.items() if name in needed}
+
+
 def _score(
-    reward: Callable[..., Any], rows: Sequence[Mapping[str, Any]], texts: Sequence[str], ids: Sequence[Sequence[int]]
+    reward: Callable[..., Any],
+    rows: Sequence[Mapping[str, Any]],
+    texts: Sequence[str],
+    ids: Sequence[Sequence[int]],
+    further: Mapping[str, Any],
 ) -> list[float | None]:
     """Call a reward function as TRL does: keyword lists, messages for prompts that are messages."""
     prompts = [row["prompt"] for row in rows]
@@ -404,7 +419,7 @@ def _score(
         if name != "prompt"
     }
     found: Any = reward(
-        prompts=prompts, completions=completions, completion_ids=[list(each) for each in ids], **columns
+        prompts=prompts, completions=completions, completion_ids=[list(each) for each in ids], **columns, **further
     )
     return asyncio.run(cast(Any, found)) if inspect.isawaitable(found) else found
 
@@ -415,18 +430,10 @@ def _per_prompt(rewards: Sequence[float | None], samples: int) -> list[float | N
     return [fmean(values) if values else None for values in known]
 
 
-def mean_of(rewards: Sequence[float | None], samples: int, name: str = "reward") -> Mean:
-    """Mean over prompts of the P·G rewards of one side; `None` is left out.
-
-    Raises:
-        ConfigConflictError: not one reward is a number.
-    """
+def mean_of(rewards: Sequence[float | None], samples: int) -> Mean | None:
+    """Mean over prompts of the P·G rewards of one side; what is not scored is left out, and nothing where all is."""
     found = [each for each in _per_prompt(rewards, samples) if each is not None]
-    if not found:
-        raise ConfigConflictError(
-            f"evaluating: {name} returned no number for any prompt. Check the columns that it reads."
-        )
-    return _mean(found)
+    return _mean(found) if found else None
 
 
 def _mean(values: Sequence[float]) -> Mean:

@@ -24,7 +24,7 @@ class FirstLook:
     """What the base answers, and how it is scored.
 
     Attributes:
-        rewards: by name of the reward function, over prompts.
+        rewards: by name of the reward function, over prompts; `None`: it has scored none of these.
         teaching: prompts whose G completions do not all have the same sum of rewards; GRPO and RLOO learn from these
             alone.
         length: mean tokens of a completion.
@@ -32,10 +32,10 @@ class FirstLook:
         prompts: P.
         samples: G.
         sampling: how the completions were sampled.
-        rows: of each prompt its completions and their sums of rewards, the best first.
+        rows: of each prompt its scored completions and their sums of rewards, the best first.
     """
 
-    rewards: dict[str, Mean]
+    rewards: dict[str, Mean | None]
     teaching: int
     length: float
     cut_off: float
@@ -50,7 +50,8 @@ class FirstLook:
 
     def __str__(self) -> str:
         names = [*self.rewards, "tokens", "cut off"]
-        values = [*map(str, self.rewards.values()), f"{self.length:.1f}", f"{self.cut_off:.3f}"]
+        means = [str(each or "not scored") for each in self.rewards.values()]
+        values = [*means, f"{self.length:.1f}", f"{self.cut_off:.3f}"]
         width = max(map(len, names))
         lines = [f"{name.ljust(width)}  {value}" for name, value in zip(names, values, strict=True)]
         lines += [
@@ -74,6 +75,8 @@ class FirstLook:
                 "learn from such prompts."
             )
         found = {each["reward"] for row in self.rows for each in row["completions"]}
+        if not found:
+            return "No reward has scored any of these completions. Check the columns that they read."
         if len(found) > 1:
             return (
                 "Each prompt's completions all have the same reward, so a step has nothing to learn from. Raise the "
@@ -97,6 +100,7 @@ def look_at_base(
     samples: int = 8,
     template: Mapping[str, Any] | None = None,
     weights: Sequence[float] | None = None,
+    max_model_length: int | None = None,
 ) -> FirstLook:
     """Sample G completions of each prompt from the base, and score them.
 
@@ -108,26 +112,27 @@ def look_at_base(
         samples: G.
         template: further arguments of the chat template.
         weights: of the rewards in their sum; all 1 by default.
+        max_model_length: of prompt and completion; by default what these need.
 
     Raises:
         RewardFunctionError: a reward function raised, or returned nonsense.
     """
-    with asking(base, rows, sampling, template or {}, {"max_lora_rank": 0}) as (_, ask):
+    options = {"max_lora_rank": 0} | ({} if max_model_length is None else {"max_model_length": max_model_length})
+    with asking(base, rows, sampling, template or {}, options) as (_, ask):
         side = ask("base", rewards, samples)
-    means = {name: mean_of(values, samples, name) for name, values in side.rewards.items()}
     factors = list(weights or [1.0] * len(rewards))
-    sums = [
-        sum(factor * value for factor, value in zip(factors, values, strict=True) if value is not None)
-        for values in zip(*side.rewards.values(), strict=True)
-    ]
     shown = []
     for number, row in enumerate(rows):
-        group = range(number * samples, (number + 1) * samples)
-        best_first = sorted(group, key=lambda i: -sums[i])
-        completions = [{"text": side.texts[i], "reward": sums[i]} for i in best_first]
-        shown.append({"prompt": as_thumbnails(row["prompt"]), "completions": completions})
+        completions: list[dict[str, Any]] = [
+            {"text": side.texts[i], "reward": _sum([values[i] for values in side.rewards.values()], factors)}
+            for i in range(number * samples, (number + 1) * samples)
+        ]
+        scored = [each for each in completions if each["reward"] is not None]
+        scored.sort(key=lambda each: -each["reward"])
+        shown.append({"prompt": as_thumbnails(row["prompt"]), "completions": scored})
+    shown = [row for row in shown if row["completions"]]
     return FirstLook(
-        rewards=means,
+        rewards={name: mean_of(values, samples) for name, values in side.rewards.items()},
         teaching=sum(row["completions"][0]["reward"] != row["completions"][-1]["reward"] for row in shown),
         length=side.length,
         cut_off=side.cut_off,
@@ -138,8 +143,16 @@ def look_at_base(
     )
 
 
+def _sum(values: Sequence[float | None], factors: Sequence[float]) -> float | None:
+    """As TRL weighs them: what is not scored is left out, and nothing is said of what no reward has scored."""
+    known = [factor * value for factor, value in zip(factors, values, strict=True) if value is not None]
+    return sum(known) if known else None
+
+
 def _short(text: Any) -> str:
-    if not isinstance(text, str):  # messages
+    if not isinstance(text, str):  # messages, perhaps in parts
         text = text[-1]["content"] if isinstance(text, list) and text else str(text)
+        if isinstance(text, list):
+            text = " ".join(part.get("text", f"[{part.get('type')}]") for part in text)
     text = " ".join(str(text).split())
     return text if len(text) <= _CHARACTERS else f"{text[:_CHARACTERS]} ..."

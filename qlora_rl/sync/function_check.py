@@ -172,34 +172,28 @@ class FunctionCheck:
         return self.found
 
     def _compared(self) -> list[Apart]:
-        capabilities = self._engine.capabilities()
-        short, *longer = lengths_for(self._model, capabilities.max_model_length)
+        short, *longer = lengths_for(self._model, self._engine.capabilities().max_model_length, self._may_sample)
         found = self._agreed([self._judged(short, *range(TEXTS))])
-        found += self._agreed([*self._long(longer)])
+        scored = [length for length in longer if length <= self._most]
+        found += self._agreed([self._judged(length, 0) for length in scored])
+        for length in longer[len(scored) :] if not any(apart.odd for apart in found) else ():
+            found += self._agreed(self._continued(length, 0))
         for i, apart in enumerate(found):
             if i and apart.odd:
-                (again,) = self._agreed([self._judged(apart.tokens, 1)])
-                found[i] = again if again.odd != apart.odd else apart
+                is_scored = apart.tokens <= self._most
+                again = self._agreed([self._judged(apart.tokens, 1)] if is_scored else self._continued(apart.tokens, 1))
+                found[i] = again[0] if again and again[0].odd != apart.odd else apart
         return found
 
-    def _long(self, lengths: Sequence[int]) -> Iterator[Apart]:
-        for length in lengths:
-            if not self._reaches(length):
-                continue
-            try:
-                yield self._judged(length, 0)
-            except torch.OutOfMemoryError:
-                logger.warning(
-                    "trainer and engine are not compared on %d tokens: it takes more memory than is free", length
-                )
+    @property
+    def _most(self) -> int:
+        return _most(_rows(bare_model(self._model)))
 
-    def _reaches(self, length: int) -> bool:
-        """A sequence of this length can be compared; what is sampled is of the bare base before the first push only."""
-        is_bare = self._engine.version == 0 and self._engine.capabilities().gives_logprobs
-        if is_bare or length <= _most(_rows(bare_model(self._model))):
-            return True
-        logger.info("trainer and engine are not compared on %d tokens", length)
-        return False
+    @property
+    def _may_sample(self) -> bool:
+        """What the engine samples is of the bare base, before the first push, and has logprobs."""
+        engine = self._engine
+        return hasattr(engine, "generate") and engine.version == 0 and engine.capabilities().gives_logprobs
 
     @staticmethod
     def _agreed(found: list[Apart]) -> list[Apart]:
@@ -209,8 +203,6 @@ class FunctionCheck:
 
     def _judged(self, length: int, *numbers: int) -> Apart:
         """Texts of one length as one; of all replicas the worst."""
-        if length > _most(_rows(bare_model(self._model))):
-            return self._continued(length, numbers[0])
         if (length, numbers) not in self._measured:
             texts = [make_text(bare_model(self._model), self._tokenizer, length, number) for number in numbers]
             self._measured[length, numbers] = self._measure(texts, min(TAIL, length - 1))
@@ -221,13 +213,19 @@ class FunctionCheck:
         every = [self._apart(length, [row[-count:] for row in rows], ours) for rows in each]
         return max(every, key=lambda apart: (bool(apart.odd), apart.engine))
 
-    def _continued(self, length: int, number: int) -> Apart:
-        """A text of which the engine samples the last `TAIL` tokens: of a longer prompt it does not make all logits."""
+    def _continued(self, length: int, number: int) -> list[Apart]:
+        """A text of which the engine, of replicas one, samples the last `TAIL` tokens: of a longer prompt it does not
+        make all logits. Nothing where that cannot be compared."""
         text = make_text(bare_model(self._model), self._tokenizer, length - TAIL, number)
-        with ranks().together("comparing what trainer and engine compute"):
-            rollout = self._engine.generate([text], SamplingSpec(TAIL, seed=number))
-        sampled = rollout.completion_ids[0]
-        return self._apart(length, rollout.logprobs, self._measure([text + sampled], len(sampled)))
+        spec = SamplingSpec(TAIL, seed=number, extra={"ignore_eos": True})
+        try:
+            with ranks().together("comparing what trainer and engine compute"):
+                rollout = self._engine.generate([text], spec)
+            (sampled,), logprobs = rollout.completion_ids, rollout.logprobs
+            return [self._apart(length, logprobs, self._measure([text + sampled], len(sampled)))]
+        except (NotComparedError, NotImplementedError, torch.OutOfMemoryError) as why:
+            logger.warning("trainer and engine are not compared on %d tokens: %s", length, why)
+            return []
 
     def _apart(self, length: int, logprobs: Sequence[Sequence[float | None]], ours: Measured) -> Apart:
         engine = torch.tensor([math.nan if each is None else each for row in logprobs for each in row])
@@ -315,9 +313,11 @@ def lengths_of(config: Any) -> Iterator[tuple[str, int]]:
     def walk(values: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
         for name, value in values.items():
             if isinstance(value, Mapping):
-                if value.get("rope_type", value.get("type")) == "dynamic" and text.max_position_embeddings:
+                kind = value.get("rope_type", value.get("type"))
+                if kind == "dynamic" and text.max_position_embeddings:
                     yield "max_position_embeddings", text.max_position_embeddings
-                yield from walk(value)
+                if kind != "llama3":  # which scales alike at all lengths
+                    yield from walk(value)
             elif name in _LENGTHS and isinstance(value, int) and value > 0:
                 yield name, value
 
@@ -327,7 +327,7 @@ def lengths_of(config: Any) -> Iterator[tuple[str, int]]:
 def reach_of(config: Any) -> int:
     """Length of an engine, in tokens, that is started only to be compared on all lengths that matter."""
     longest = 1 + max((PLAIN, *(value + TAIL for _, value in lengths_of(config))))
-    longest = min(longest, 1 + max(_LONGEST, _most(config.get_text_config().vocab_size)))
+    longest = min(longest, 1 + _most(config.get_text_config().vocab_size))
     return min(longest, engine_positions(config) or longest)
 
 
@@ -335,12 +335,13 @@ def _most(rows: int) -> int:
     return max(PLAIN, _LOGITS // rows)
 
 
-def lengths_for(model: Any, max_model_length: int) -> list[int]:
+def lengths_for(model: Any, max_model_length: int, may_sample: bool = True) -> list[int]:
     """Tokens of the texts that are compared: few, `PLAIN`, and more than each of `lengths_of` that an engine takes.
 
     Args:
         model: the trainer's.
         max_model_length: of the engine, in tokens.
+        may_sample: texts that are too long to be scored are compared by what is sampled behind them.
 
     Raises:
         NotComparedError: no token would follow another.
@@ -350,9 +351,11 @@ def lengths_for(model: Any, max_model_length: int) -> list[int]:
     if scored < 2:
         raise NotComparedError(f"the engine takes {max_model_length} tokens")
     wanted = {value + TAIL for _, value in lengths_of(base.config)}
-    reached = {length for length in wanted if length < max_model_length and length <= max(scored, _LONGEST)}
+    most = max(scored, min(_LONGEST, max_model_length - 1)) if may_sample else scored
+    reached = {length for length in wanted if length <= most}
     if reached != wanted:
         reached.add(scored)  # as far as it goes
+        logger.info("trainer and engine are not compared on sequences of %s tokens", sorted(wanted - reached))
     return sorted({min(TAIL + 1, scored), min(PLAIN, scored), *reached})
 
 

@@ -163,11 +163,13 @@ class SampledPairs:
         """An EOS for each completion that has ended without one, at a stop text or token: TRL takes what has none for
         cut off. As with TRL's own vLLM it is masked: nothing was sampled there.
 
-        What an engine says nothing of has ended before the limit.
+        What an engine says nothing of has ended before the limit. At the limit itself none is added, as by TRL: the
+        column that it would make is padded, in other rows perhaps with an EOS.
         """
-        ended = self.bridge.last.has_ended or [len(ids) < self.bridge.sampling.max_tokens for ids in completion_ids]
+        most = self.bridge.sampling.max_tokens
+        ended = self.bridge.last.has_ended or [True] * len(completion_ids)
         return [
-            [self.eos_token_ids[0]] if has_ended and not {*ids[-1:]} & {*self.eos_token_ids} else []
+            [self.eos_token_ids[0]] if has_ended and len(ids) < most and not {*ids[-1:]} & {*self.eos_token_ids} else []
             for has_ended, ids in zip(ended, completion_ids, strict=True)
         ]
 

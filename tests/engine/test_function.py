@@ -115,11 +115,34 @@ def test_beyond_what_an_engine_may_score_it_samples_and_a_window_there_is_found_
         FunctionCheck(model, engine).compare()
 
 
+def test_a_long_text_that_does_not_fit_leaves_what_was_found_of_short_ones(model, engine, monkeypatch, caplog):
+    monkeypatch.setattr(function_check, "PLAIN", 66)
+    monkeypatch.setattr(function_check, "_LOGITS", 1)
+    monkeypatch.setattr(FunctionCheck, "_measure", _full_beyond(66))
+    check = FunctionCheck(model, engine)
+    assert [apart.tokens for apart in check.compare()] == [TAIL + 1, 66]
+    assert "not compared on 128 tokens" in caplog.text
+    stretch_positions(model)
+    with pytest.raises(PolicyMismatchError):
+        FunctionCheck(model, engine).compare()
+
+
+def _full_beyond(most):
+    measure = FunctionCheck._measure
+
+    def measured(self, texts, count):
+        if len(texts[0]) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return measure(self, texts, count)
+
+    return measured
+
+
 def test_the_windows_of_real_models_are_reached():
     """Of a vocabulary of 150,000 an engine would score 883 tokens."""
     model = meta_mistral(vocab_size=151_936, sliding_window=4096)
     assert lengths_for(model, 32_768) == [65, 512, 4160]
-    assert lengths_for(model, 4_000) == [65, 512, 883]
+    assert lengths_for(model, 4_000) == lengths_for(model, 32_768, may_sample=False) == [65, 512, 883]
     assert lengths_for(meta_mistral(vocab_size=151_936, sliding_window=20_000), 32_768) == [65, 512, 883]
 
 
@@ -299,7 +322,7 @@ def test_long_texts_are_scored_in_float32_by_an_attention_that_takes_it():
 
     AttentionInterface.register("needs_bf16", flash)
     AttentionMaskInterface.register("needs_bf16", sdpa_mask)
-    rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
     rope["original_max_position_embeddings"] = 1500
     model = random_llama(torch.bfloat16, rope_parameters=rope)
     engine = FakeEngine(random_llama(torch.bfloat16, rope_parameters=rope), max_model_length=2048)

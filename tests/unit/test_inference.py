@@ -520,12 +520,17 @@ def test_a_look_at_the_base_says_whether_there_is_something_to_learn_from(reward
     teaching = sum(len(set(group)) > 1 for group in rewards)
     look = FirstLook({"r": Mean(0.25, None, 2)}, teaching, 3.0, 0.0, 2, 2, SamplingSpec(8), rows)
     assert says in str(look)
+    unscored = FirstLook({"r": None}, 0, 3.0, 0.0, 2, 2, SamplingSpec(8), [])
+    assert "not scored" in str(unscored)
+    assert "No reward has scored" in str(unscored)
 
 
 def test_of_a_file_only_a_run_that_samples_is_asked(tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
     file = tmp_path / "run.toml"
     file.write_text(f'method = "sft"\n[base]\nmodel = "{tmp_path}"\n[data]\ntrain = "rows.jsonl"\n')
+    assert main(["eval", str(file), "--temperature", "0"]) == 2
+    assert "several different completions" in capsys.readouterr().err
     assert main(["eval", str(file), "--reward", "exact"]) == 2
     assert "names its data, rewards and base" in capsys.readouterr().err
     assert main(["eval", str(file)]) == 2

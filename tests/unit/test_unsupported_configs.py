@@ -167,3 +167,11 @@ def test_an_engine_gets_the_common_length_and_no_longer_one(tmp_path):
         start_options(base, max_model_length=100)
     with pytest.raises(NotYetSupportedError, match="Allow 64 tokens"):
         start_options(base, max_model_len=100)
+
+
+def test_a_part_of_heads_that_vllm_alone_would_rotate_is_rejected():
+    """vLLM takes these names of GPT-NeoX and Phi for any type; published configs of others have them with 1.0."""
+    for field in ("rotary_pct", "rotary_emb_fraction"):
+        with pytest.raises(NotYetSupportedError, match=f"{field}=0.5"):
+            check_function(transformers.LlamaConfig(**{field: 0.5}))
+        check_function(transformers.LlamaConfig(**{field: 1.0}))

@@ -74,7 +74,8 @@ def apply_attention_to(rewards: Sequence[Any] | None, unwrap: Callable[[Any], An
     for reward in rewards or ():
         if isinstance(reward, torch.nn.Module):
             model = unwrap(reward)
-            if isinstance(getattr(model, "config", None), PreTrainedConfig):
+            is_of_transformers = isinstance(getattr(model, "config", None), PreTrainedConfig)
+            if is_of_transformers and hasattr(model, "set_attn_implementation"):
                 apply_attention(model)
 
 

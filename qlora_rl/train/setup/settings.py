@@ -52,7 +52,8 @@ _OWN_SAMPLING = {
     "logprobs": "those of the sampled tokens are needed, no others",
     "output_kind": "whole completions are needed",
 }
-# Arguments that TRL gives reward functions itself: a column of that name is given twice (the first two), or is lost.
+# Arguments that TRL gives reward functions itself: a column of that name is given twice (the first two), or is lost;
+# `environments` where there are some.
 OF_REWARDS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
 # Columns that hold conversations.
 _SAID = ("prompt", "completion", "chosen", "rejected", "messages")
@@ -285,7 +286,7 @@ def check_prompts(args: Any, *datasets: Any) -> None:
     """
     for part in _parts(datasets):
         columns = getattr(part, "column_names", None)
-        taken = [name for name in OF_REWARDS if name in (columns or ())]
+        taken = [name for name in OF_REWARDS if name in (columns or ()) and name != "environments"]
         if taken and not args.remove_unused_columns:
             raise ConfigConflictError(
                 f"reading the dataset: its columns {', '.join(taken)} have names of arguments that TRL gives reward "
@@ -315,6 +316,7 @@ def check_ids(rows: int, *datasets: Any) -> None:
     Raises:
         ConfigConflictError: names the row and the id.
     """
+    import pyarrow as pa
     import pyarrow.compute as pc
 
     for part in _parts(datasets):
@@ -324,6 +326,8 @@ def check_ids(rows: int, *datasets: Any) -> None:
                 continue
             before = 0
             for chunk in part.select_columns([name]).with_format("arrow")[:][name].chunks:
+                if not (pa.types.is_list(chunk.type) and pa.types.is_integer(chunk.type.value_type)):
+                    break  # no token ids
                 ids = chunk.flatten()
                 first = pc.index(pc.or_(pc.less(ids, least), pc.greater_equal(ids, rows)), True).as_py()
                 if first >= 0:
