@@ -85,4 +85,6 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"{base}: {base.spec.label}, {size:.1f} MiB, identity {base.identity[:16]}")
     if base.measured is not None:
         print(base.measured)
+    elif base.spec.is_4bit and arguments.measure:
+        print("how far it is from its source was not measured: the base was made before, or the log says why")
     return 0

@@ -42,6 +42,12 @@ _RULES = (
     ),
     _Rule(
         "base",
+        ("calibrate",),
+        lambda c: c.base.quant == "none" and c.base.calibrate is not False,
+        "chooses 4-bit codes, and quant = 'none' has none. Remove it",
+    ),
+    _Rule(
+        "base",
         ("revision",),
         lambda c: c.base.model.startswith("/"),
         "applies to models on the hub, and model names a directory. Remove it",

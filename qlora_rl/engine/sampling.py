@@ -141,21 +141,23 @@ def request_seed(seed: int, index: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest(), "big") >> 1
 
 
-def are_cut_off(outputs: Iterable[Any]) -> bool:
+def are_cut_off(outputs: Iterable[Any], params: Sequence[Any] = ()) -> bool:
     """One of vLLM's request outputs (`None`: it gave none) was not generated to its end, and what there is of it is no
     sample of the policy: vLLM ends, or has dropped it.
 
+    Args:
+        params: of the requests.
+
     Raises:
-        ConfigConflictError: vLLM ended one with an error. It does where a pattern is asked for and no token of the
-            model goes on in it.
+        ConfigConflictError: where a pattern is asked for, no token of the model went on in it.
     """
     reasons = ["abort" if output is None else output.outputs[0].finish_reason for output in outputs]
-    if "error" in reasons:
+    if "error" in reasons and any(each.structured_outputs is not None for each in params):
         raise ConfigConflictError(
             "generating: vLLM has ended a completion with an error, as it does where no token of the model goes on in "
             "the pattern that is asked for (regex). Use a pattern that the model's tokens can follow."
         )
-    return "abort" in reasons
+    return bool({"abort", "error"} & {*reasons})
 
 
 def sampled(outputs: Sequence[Any]) -> dict[str, list[Any]]:

@@ -344,9 +344,8 @@ def test_a_run_that_was_killed_is_not_held_by_a_process_that_it_has_forked(tmp_p
         from qlora_rl.train.run import RunDirectory
         run = RunDirectory(sys.argv[1])
         run.append("metrics.jsonl", {"step": 1})
-        forked = os.fork()
-        if forked:
-            print(forked, flush=True)
+        if not os.fork():
+            print(os.getpid(), flush=True)  # it has begun
         time.sleep(60)"""
     (tmp_path / "link").symlink_to(tmp_path / "run")
     with subprocess.Popen([sys.executable, "-c", code, tmp_path / "run"], stdout=subprocess.PIPE, text=True) as trainer:

@@ -355,7 +355,7 @@ def test_a_dataset_without_prompts_is_rejected_with_the_columns_it_has(make_trai
 
 @pytest.mark.parametrize(
     "name",
-    ["prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments"],
+    ["prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"],
 )
 def test_columns_that_reward_functions_cannot_be_given_are_rejected(name, make_trainer, plain, config):
     named = plain.rename_column("answer", name)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support import make_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qlora_rl import ConfigConflictError, QuantSpec, load_base, prepare_base
 from qlora_rl.base.calibration.blocks import chooser, quantise_by_blocks
@@ -339,3 +340,16 @@ def test_sums_are_shared_by_linears_with_one_input(model_dir):
     measured = quantise_by_blocks(model, QuantSpec(), weights, seen, text, text)
     assert groups == 2 * [["q_proj", "k_proj", "v_proj"], ["o_proj"], ["gate_proj", "up_proj"], ["down_proj"]]
     assert measured.kl == 0
+
+
+def test_the_date_of_today_is_not_part_of_a_base(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(make_model(tmp_path / "model"))
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    (ids,) = token_sequences([[{"role": "user", "content": "hi"}]], tokenizer, model)
+    assert tokenizer.decode(ids) == "26 Jul 2024hi"
+
+
+def test_the_name_of_a_file_is_no_text(tmp_path):
+    with pytest.raises(ConfigConflictError, match="is no list of rows"):
+        prepare_base(make_model(tmp_path / "model"), calibrate="rows.jsonl", out=tmp_path / "base")

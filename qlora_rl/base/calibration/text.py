@@ -6,6 +6,7 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from importlib.resources import files
 from typing import Any
 
@@ -16,6 +17,7 @@ Row = str | Sequence[Mapping[str, Any]] | Sequence[int]
 
 # Of one sequence, and of all of a calibration.
 TOKENS, ALL_TOKENS = 512, 16_384
+_DAY = datetime(2024, 7, 26)
 
 
 def shipped_text(*, held_out: bool = False) -> list[Row]:
@@ -78,9 +80,14 @@ def _parts(rows: Sequence[Row], tokenizer: Any, longest: int) -> Iterator[list[i
 
 def _conversation(messages: Any, tokenizer: Any, number: int) -> list[int]:
     if not getattr(tokenizer, "chat_template", None):
-        return list(tokenizer("\n\n".join(str(each.get("content") or "") for each in messages))["input_ids"])
+        return list(
+            tokenizer("\n\n".join(str(each.get("content") or "") for each in messages), verbose=False)["input_ids"]
+        )
     try:
-        made = tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=True)
+        # Some templates write today's date: the same text is to make the same base tomorrow.
+        made = tokenizer.apply_chat_template(
+            list(messages), tokenize=True, return_dict=True, strftime_now=_DAY.strftime, date_string=f"{_DAY:%d %b %Y}"
+        )
     except Exception as error:  # jinja's, or whatever else a template comes to
         raise ConfigConflictError(
             f"calibrating a base: row {number}: the chat template does not take its messages ({type(error).__name__}: "

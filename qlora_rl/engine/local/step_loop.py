@@ -46,6 +46,7 @@ class Call:
         left: how many are not done.
         adapter: vLLM's number of the adapter that generates them; 0 is none.
         ended: what has ended all calls from outside.
+        params: vLLM's parameters of its requests.
     """
 
     names: list[str]
@@ -54,6 +55,7 @@ class Call:
     internal: list[str] = field(default_factory=list)
     left: int = 0
     ended: Exception | None = None
+    params: Sequence[Any] = ()
 
 
 class Driver:
@@ -95,7 +97,7 @@ class Driver:
         with self.lock, self.stream.turn():
             count = len(prompts)
             names = [f"{self._number + i}" for i in range(count)]
-            call = Call(names, [None] * count, getattr(lora, "lora_int_id", 0), left=count)
+            call = Call(names, [None] * count, getattr(lora, "lora_int_id", 0), left=count, params=params)
             self._number += count
             self._open.append(call)
             try:
@@ -136,7 +138,7 @@ class Driver:
         except BaseException:
             self._forget(call)  # also where a signal of somebody else's has struck within a step
             raise
-        if are_cut_off(call.finished):
+        if are_cut_off(call.finished, call.params):
             raise EngineBrokenError(
                 "generating: vLLM has given requests up before their end; its log says why. Ask again."
             )

@@ -349,7 +349,7 @@ class ServedPolicy:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        if are_cut_off(outputs):  # which vLLM answers like any other
+        if are_cut_off(outputs, params):  # which vLLM answers like any other
             count = sum(are_cut_off([output]) for output in outputs)
             raise compat.EngineEndingError(f"vLLM has given up {count} of {len(outputs)} requests before their end")
         return (held.version if held else self.weights.version), list(outputs)
