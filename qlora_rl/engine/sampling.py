@@ -152,7 +152,7 @@ def are_cut_off(outputs: Iterable[Any], params: Sequence[Any] = ()) -> bool:
         ConfigConflictError: where a pattern is asked for, no token of the model went on in it.
     """
     reasons = ["abort" if output is None else output.outputs[0].finish_reason for output in outputs]
-    if "error" in reasons and any(each.structured_outputs is not None for each in params):
+    if "error" in reasons and any(getattr(each, "structured_outputs", None) is not None for each in params):
         raise ConfigConflictError(
             "generating: vLLM has ended a completion with an error, as it does where no token of the model goes on in "
             "the pattern that is asked for (regex). Use a pattern that the model's tokens can follow."
