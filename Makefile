@@ -33,7 +33,7 @@ test: $(STAMP)              ## unit tests, then real vLLM and real bitsandbytes
 unit: $(STAMP)              ## no vLLM, two minutes
 	$(AS) $(PY) -m pytest tests/unit $(ARGS)
 
-test-stack: $(STAMP)        ## a quarter of an hour of the tests, recorded for docs/engine.md: `make test-stack VLLM=0.32.0`
+test-stack: $(STAMP)        ## a selection of the tests, recorded for docs/engine.md: `make test-stack VLLM=0.32.0`
 	$(PY) scripts/test_stack.py $(ARGS)
 
 test-full: $(STAMP)         ## long matrices and soak runs

@@ -1,5 +1,5 @@
-"""The tests that every supported stack must pass, a quarter of an hour on two idle cores, and a demo of three steps;
-what came of them is recorded for the table of docs/engine.md.
+"""A selection of the tests for every supported stack, and a demo of three steps; what came of them is recorded for the
+table of docs/engine.md.
 
     make test-stack VLLM=0.32.0                     makes .venv-0.32.0, runs this in it
     python scripts/test_stack.py [--json FILE] [--only WORD ...] [--workers 2]

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from qlora_rl.commands.codes import COUNT, INTERRUPTED, POSITIVE
+from qlora_rl.commands.codes import COUNT, INTERRUPTED, POSITIVE, UsageError
 
 
 def add(commands: Any) -> None:
@@ -54,12 +54,18 @@ def add(commands: Any) -> None:
         "--against", type=Path, nargs="*", default=[], metavar="RUN", help="finished runs to add to the report's charts"
     )
     demo.add_argument("--quiet", action="store_true", help="no progress bars")
-    demo.set_defaults(run=run)
+    of_tiny = ("seed", "sync", "rollout", "adapter", "temperature", "against", "quiet")
+    demo.set_defaults(run=run, of_tiny={name: demo.get_default(name) for name in of_tiny})
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Train; an interrupted run says what it left."""
     if arguments.model == "smollm2":
+        if wrong := [f"--{name}" for name, usual in arguments.of_tiny.items() if getattr(arguments, name) != usual]:
+            raise UsageError(
+                f"starting the demo: {', '.join(wrong)} is for the tiny model. Leave it out, or change the run.toml "
+                "that this one writes."
+            )
         from qlora_rl.demo.real_run import run_real
 
         return run_real(arguments.out or Path("smollm2-demo"), arguments.steps)

