@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import importlib
 import inspect
+import logging
 import os
 import signal
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,19 @@ def pytest_runtest_call() -> Generator[None, object, object]:
 
 
 pytest_runtest_setup = pytest_runtest_call
+
+
+@pytest.fixture(autouse=True)
+def libraries_are_as_loud_as_before() -> Iterator[None]:
+    """A command of ours that a test calls in this process quietens them, as it does in a process of its own.
+
+    transformers' level decides what a trainer shows (`told`), so that a later file would see nothing.
+    """
+    loggers = [logging.getLogger(name) for name in ("transformers", "bitsandbytes", "trl", "accelerate")]
+    before = [each.level for each in loggers]
+    yield
+    for each, level in zip(loggers, before, strict=True):
+        each.setLevel(level)
 
 
 def pytest_unconfigure() -> None:
