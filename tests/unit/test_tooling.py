@@ -101,6 +101,32 @@ def test_tests_run_as_on_a_processor_that_is_imitated_and_on_no_other(target):
         assert "-m pytest" not in done.stdout
 
 
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@pytest.mark.parametrize("target", ["setup", "demo", "setup-dev", "test", "lint", "docs", "bench", "dist"])
+def test_only_what_contributors_run_installs_what_they_alone_need(target, tmp_path):
+    command = ["make", "-n", target, f"VENV={tmp_path / 'venv'}"]
+    made = [line for line in subprocess.check_output(command, cwd=ROOT, text=True).splitlines() if "setup.sh" in line]
+    assert len(made) == 1
+    assert ("EXTRAS=dev" in made[0]) == (target not in ("setup", "demo"))
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_uv_installs_where_it_can_and_pip_does_the_rest(code, tmp_path):
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    said = tmp_path / "said"
+    programs = {"venv/bin/python": f'echo "$@" >> {said}', "uv": f'echo uv "$@" >> {said}; exit {code}'}
+    for name, lines in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{lines}\n")
+        (tmp_path / name).chmod(0o755)
+    settings = {"PYTHON": sys.executable, "VENV": tmp_path / "venv", "UV": tmp_path / "uv", "QLORA_RL_STACK": "cuda"}
+    environment = os.environ | {name: str(value) for name, value in settings.items()}
+    subprocess.run(["bash", "scripts/setup.sh"], cwd=ROOT, env=environment, check=True)
+    installs = [line for line in said.read_text().splitlines() if " install " in line]
+    by_pip = [line for line in installs if line.startswith("-m pip ")]
+    assert len(installs) == 1 + code
+    assert len(by_pip) == code
+
+
 def test_a_bug_report_asks_for_what_the_doctor_prints():
     folder = ROOT / ".github" / "ISSUE_TEMPLATE"
     fields = {field["id"]: field for field in yaml.safe_load((folder / "bug_report.yml").read_text())["body"]}
