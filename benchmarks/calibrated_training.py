@@ -47,7 +47,7 @@ ROWS += [f"{method}, {base}, seed {seed}" for method, seeds in SEEDS.items() for
 ROWS += [f"start, {base}" for base in BASES[3:]]
 SHARED: dict[str, Any] = dict(bf16=True, save_strategy="no", report_to="none", lr_scheduler_type="constant_with_warmup")
 CONFIGS: dict[str, dict[str, Any]] = {
-    "SFT": dict(learning_rate=5e-4, warmup_steps=5, per_device_train_batch_size=4, gradient_checkpointing=False),
+    "SFT": dict(learning_rate=5e-4, warmup_steps=5, per_device_train_batch_size=3, gradient_checkpointing=False),
     "GRPO": dict(
         learning_rate=5e-4,
         warmup_steps=2,
@@ -65,7 +65,11 @@ def sums() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     random.Random(0).shuffle(pairs)
     rows = [
         {
-            "prompt": [{"role": "user", "content": f'What is {a} plus {b}? Answer in this form: {{"answer": 7}}'}],
+            # Without a system message the template would write a long one.
+            "prompt": [
+                {"role": "system", "content": ""},
+                {"role": "user", "content": f'What is {a} plus {b}? Answer in this form: {{"answer": 7}}'},
+            ],
             "completion": [{"role": "assistant", "content": json.dumps({"answer": a + b})}],
             "answer": str(a + b),
         }
