@@ -14,8 +14,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
+
+from qlora_rl.contracts import SamplingSpec
 
 POSITION_BINS = 8
+# Fields of a sampling that leave a part of the vocabulary, and tokens that are scored at once with all their logits.
+TRUNCATING, _TOKENS = ("top_k", "top_p", "min_p"), 128
 # What a single token may add to the scaled difference.
 _LARGEST = 0.5
 # How TRL corrects for what is left of the distance, with two sides that hold the same weights
@@ -192,3 +197,82 @@ class FidelityMonitor:
         fidelity = measure(trainer_logprobs_BT, engine_logprobs_BT, mask_BT)
         self.history.append(fidelity)
         return fidelity
+
+
+@dataclass(frozen=True)
+class TruncatedSampling:
+    """Which tokens may be sampled, with vLLM's meaning of each field; the trainer's logprobs can be of these, too.
+
+    With these fields vLLM reports log p - log S, where S is the probability of the tokens that may be sampled. A
+    trainer that scores the whole vocabulary is log S away, with nothing wrong, and the importance ratio exp(log S)
+    makes every gradient smaller (huggingface/trl#6789). So a trainer subtracts its own log S, with its gradient; a
+    sampled token that rounding has put beyond the edge counts as kept.
+
+    Letters: N scored tokens, V vocabulary, H hidden size.
+
+    Attributes:
+        top_k: so many of the likeliest; 0 or less for all.
+        top_p: of those the likeliest that together have this probability.
+        min_p: before both, those with at least this share of the likeliest token's probability.
+    """
+
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @classmethod
+    def of(cls, sampling: SamplingSpec) -> TruncatedSampling | None:
+        """What a rollout is truncated by; `None` where all tokens may be sampled."""
+        asked = {name: sampling.extra.get(name, getattr(sampling, name)) for name in TRUNCATING}
+        asked["top_k"] = max(asked["top_k"], 0)
+        found = cls(**asked)
+        return None if found == cls() or sampling.temperature == 0 else found
+
+    @torch.no_grad()
+    def kept(self, logits_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+        """Bool [N, V]: what may be sampled, and the token that was.
+
+        Args:
+            logits_NV: float32, divided by the temperature.
+            targets_N: the sampled tokens.
+        """
+        floor_N1 = torch.full_like(logits_NV[:, :1], -math.inf)
+        if self.min_p > 0:
+            floor_N1 = logits_NV.amax(-1, keepdim=True) + math.log(self.min_p)
+        if self.top_k or self.top_p < 1:
+            count = min(self.top_k or logits_NV.shape[1], logits_NV.shape[1])
+            values_NK = logits_NV.topk(count).values
+            if self.top_p < 1:
+                probs_NK = values_NK.masked_fill(values_NK < floor_N1, -math.inf).softmax(-1)
+                before_NK = probs_NK.cumsum(-1) - probs_NK  # the first one always stays
+                values_NK = values_NK.masked_fill(before_NK >= self.top_p, math.inf)
+            floor_N1 = torch.maximum(floor_N1, values_NK.amin(-1, keepdim=True))
+        return (logits_NV >= floor_N1).scatter(1, targets_N[:, None], True)
+
+    def log_kept(self, logits_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+        """Float32 [N]: log of the probability of what is kept; arguments as `kept`."""
+        kept_NV = self.kept(logits_NV, targets_N)
+        return logits_NV.masked_fill(~kept_NV, -math.inf).logsumexp(-1) - logits_NV.logsumexp(-1)
+
+    def log_kept_by_head(
+        self,
+        hidden_NH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        targets_N: torch.Tensor,
+        temperature: float,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """`log_kept` of what the output head makes of hidden states; logits of few tokens at a time, again in the
+        backward pass."""
+
+        def tile(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            logits = torch.nn.functional.linear(hidden, weight_VH, bias_V).float()
+            logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+            return self.log_kept(logits / temperature, targets)
+
+        parts: list[Any] = [
+            checkpoint(tile, hidden, targets, use_reentrant=False)
+            for hidden, targets in zip(hidden_NH.split(_TOKENS), targets_N.split(_TOKENS), strict=True)
+        ]
+        return torch.cat(parts) if parts else hidden_NH.new_zeros(0, dtype=torch.float32)

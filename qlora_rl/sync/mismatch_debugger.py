@@ -26,18 +26,18 @@ from qlora_rl.base.fingerprint import compare, digest_bytes, fingerprint_base
 from qlora_rl.contracts import AdapterBundle, RolloutEngine, SyncStrategy
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import QloraRLError
-from qlora_rl.fidelity import scaled_differences
+from qlora_rl.fidelity import TruncatedSampling, scaled_differences
 from qlora_rl.sharded_tensors import is_sharded, put, shape_of, whole
 from qlora_rl.sync.base_check import BaseCheck
 from qlora_rl.sync.forward import (
     NotComparedError,
+    as_engine,
     as_trained,
     completion_logits,
     evaluating,
-    in_dtype,
     in_float32,
 )
-from qlora_rl.sync.function_check import Apart, other_dtype
+from qlora_rl.sync.function_check import Apart
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,8 @@ class Sampled:
         completions: token ids.
         logprobs: those that the engine reported, `None` where it did not sample a token or has none.
         temperature: with which they were asked for.
-        filters: what else shaped the distribution, such as "top_p=0.9".
+        filters: what else shaped the distribution, and the trainer does not follow, such as "repetition_penalty=1.1".
+        truncated: what both sides leave of the vocabulary.
         images: what the model is given for the images of a prompt besides the ids, for each completion; what is [1, T]
             is one value for each of its T tokens. Empty for prompts of text.
         has_images: some prompts hold images, which are not here.
@@ -76,6 +77,7 @@ class Sampled:
     logprobs: list[list[float | None]]
     temperature: float = 1.0
     filters: tuple[str, ...] = ()
+    truncated: TruncatedSampling | None = None
     images: tuple[Mapping[str, torch.Tensor], ...] = ()
     has_images: bool = False
 
@@ -387,8 +389,8 @@ class MismatchDebugger:
         longest = max(map(len, sampled.prompts)) + max(map(len, sampled.completions))
         with in_float32(self.model, longest):
             exact, _ = self._logprobs(sampled, (t,))
-        if (other := other_dtype(self.model, self.autocast, name)) is not None:
-            with in_dtype(self.model, other):
+        if (rounds_alike := as_engine(self.model, self.autocast, name)) is not None:
+            with rounds_alike:
                 like = self._logprobs(sampled, (t,), autocast=False)[0][t]
         return Apart.of(longest, theirs, ours[t], exact[t], like, name)
 
@@ -408,7 +410,10 @@ class MismatchDebugger:
                 reported.append(torch.tensor([logprobs[i] for i in known], dtype=torch.double))
                 logits_TV = logits_TV[known].float()
                 for temperature, rows in found.items():
-                    ours_T = (logits_TV / temperature).log_softmax(-1).gather(1, ids_T)[:, 0]
+                    scaled_TV = logits_TV / temperature
+                    ours_T = scaled_TV.log_softmax(-1).gather(1, ids_T)[:, 0]
+                    if sampled.truncated is not None:
+                        ours_T = ours_T - sampled.truncated.log_kept(scaled_TV, ids_T[:, 0])
                     rows.append(ours_T.double().cpu())
         return {t: torch.cat(rows) for t, rows in found.items()}, torch.cat(reported)
 

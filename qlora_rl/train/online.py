@@ -21,6 +21,7 @@ from qlora_rl.base.model_classes import directory_takes_images, may_take_images
 from qlora_rl.contracts import RolloutEngine, SyncReport
 from qlora_rl.distributed import join, ranks
 from qlora_rl.errors import ConfigConflictError, EngineClosedError, RewardFunctionError
+from qlora_rl.fidelity import TruncatedSampling
 from qlora_rl.stages import begin
 from qlora_rl.sync.plan import WISHES, plan_sync
 from qlora_rl.train.metrics.alarm import alarm_for, check_word
@@ -380,7 +381,9 @@ class OnlineTrainer(TrainedRun):
         options, rollout_func = asked.options, asked.of_trl.get("rollout_func")
         self._take(link)
         self.bridge.install(self)
-        alarm = alarm_for(link, self.model, asked.args, options.on_mismatch, rollout_func=rollout_func)
+        alarm = alarm_for(
+            link, self.model, asked.args, options.on_mismatch, rollout_func=rollout_func, truncated=self._truncated
+        )
         self.measure_into(self.run, alarm, compares=self.bridge.knows_logprobs(rollout_func))
         self.follow_routing(replays=options.routing_replay)
         if self.run is None:
@@ -429,7 +432,11 @@ class OnlineTrainer(TrainedRun):
     def _after_trl(self, args: Any) -> None:
         """What TRL has built is made ready; `args` are the user's again."""
         if not getattr(args, "cast_lm_head_to_fp32", False):
-            use_small_tiles(bare_model(self.model), self.temperature)
+            # What a rollout_func samples may be truncated or not.
+            own = getattr(self, "rollout_func", None) is not None
+            truncated = None if own else TruncatedSampling.of(settings.sampling_spec(args))
+            if use_small_tiles(bare_model(self.model), self.temperature, truncated=truncated):
+                self._truncated = truncated
         self._failures = [] if ranks().size > 1 else None
         self._guard_rewards()
 

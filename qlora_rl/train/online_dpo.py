@@ -30,6 +30,7 @@ from qlora_rl.base.unsupported_configs import engine_positions
 from qlora_rl.contracts import RolloutEngine
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, RewardFunctionError
+from qlora_rl.fidelity import TruncatedSampling
 from qlora_rl.sharded_tensors import outermost
 from qlora_rl.train.metrics.measure import MeasuredSteps, batch_of_all_ranks, of_all_ranks
 from qlora_rl.train.online import OnlineOptions, OnlineTrainer
@@ -109,6 +110,7 @@ class SampledPairs:
 
     def _after_trl(self, args: Any) -> None:
         self._is_built = True
+        self._truncated = TruncatedSampling.of(settings.sampling_spec(args))
         waits = [
             name
             for reward, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
@@ -216,7 +218,7 @@ class SampledPairs:
             return logprobs_BT
         ours_BT = torch.stack(
             [
-                (logits_TV.float() / self.temperature).log_softmax(-1).gather(1, ids_T[:, None])[:, 0]
+                self._sampled_logprobs(logits_TV.float() / self.temperature, ids_T)
                 for logits_TV, ids_T in zip(logits_BTV, completion_ids, strict=True)
             ]
         )
@@ -230,6 +232,11 @@ class SampledPairs:
         }
         self._observe(ours_BT, rollout, completion_mask)
         return logprobs_BT
+
+    def _sampled_logprobs(self, logits_TV: torch.Tensor, ids_T: torch.Tensor) -> torch.Tensor:
+        """As the engine reports them; TRL's loss takes those of the whole vocabulary."""
+        logprobs_T = logits_TV.log_softmax(-1).gather(1, ids_T[:, None])[:, 0]
+        return logprobs_T if self._truncated is None else logprobs_T - self._truncated.log_kept(logits_TV, ids_T)
 
     def _observe(self, ours_BT: torch.Tensor, rollout: dict[str, Any], mask_BT: torch.Tensor) -> None:
         ours_BT, theirs_BT, of_all_BT = batch_of_all_ranks(ours_BT, rollout["sampling_per_token_logps"], mask_BT)

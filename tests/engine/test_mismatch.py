@@ -126,6 +126,28 @@ def test_an_honest_run_raises_no_alarm(trainer_on, seed, temperature, rate, capl
     assert len(rows) == 12
 
 
+@pytest.mark.parametrize(
+    "truncated", [{"top_p": 0.8, "temperature": 0.7}, {"top_k": 8}, {"min_p": 0.1, "top_p": 0.9}], ids=str
+)
+def test_truncated_sampling_is_what_the_trainer_scores(trainer_on, truncated, caplog):
+    """Random models are sure of nothing: these keep less than half of the probability."""
+    trainer = trainer_on(max_steps=4, canary_every=2, **truncated)
+    trainer.train()
+    rows = lines(trainer.run.path)
+    print([f"{r['mismatch_kl']:.1e}" for r in rows], [f"{r['ratio_p50']:.4f}" for r in rows])
+    assert max(r["mismatch_kl"] for r in rows) < 2e-3
+    assert all(abs(r["ratio_p50"] - 1) < 1e-2 for r in rows)
+    assert not [r for r in caplog.records if "trainer and engine are" in r.message and r.levelname == "WARNING"]
+
+
+def test_truncated_sampling_hides_no_fault(trainer_on):
+    trainer = trainer_on(top_p=0.8)
+    break_after(trainer, 3, double_alpha, hidden=True)
+    with pytest.raises(PolicyMismatchError):
+        trainer.train()
+    assert trainer.state.global_step in (3, 4)
+
+
 def test_another_temperature_and_a_changed_base_are_named(trainer_on):
     trainer = trainer_on()
     trainer.bridge.sampling = dataclasses.replace(trainer.bridge.sampling, temperature=0.5)

@@ -88,6 +88,24 @@ def test_the_reward_rises_and_the_engine_stays_with_the_policy(kind, base, engin
     assert [step["policy_version"] for step in steps] == list(range(engine.version - STEPS + 1, engine.version + 1))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_sides_mean_the_tokens_that_truncated_sampling_keeps(kind, base, engine, tmp_path):
+    trainer, config, own = KINDS[kind]
+    engine.drop_adapter()
+    with trainer(
+        model=base,
+        reward_funcs=reward_sevens,
+        train_dataset=ROWS,
+        peft_config=adapter(),
+        rollout=engine,
+        args=config(**fields(tmp_path, **own | {"top_p": 0.7, "temperature": 0.8, "max_steps": 3})),
+    ) as made:
+        made.train()
+    found = [step["mismatch_kl"] for step in lines(tmp_path)]
+    print(kind, "mismatch", found)
+    assert max(found) < 1e-3
+
+
 @pytest.mark.parametrize(("kind", "config"), [(GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig)])
 def test_a_trainer_of_trl_learns_with_an_engine_attached(kind, config, model_dir, tmp_path):
     nf4 = BitsAndBytesConfig(

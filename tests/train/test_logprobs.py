@@ -8,6 +8,8 @@ from trl.kernels import ChunkedLogProbFunction
 from trl.kernels.chunked_logprob import OPTIONAL_OUTPUTS
 from trl.trainer.utils import add_fused_lm_head
 
+from qlora_rl.contracts import SamplingSpec
+from qlora_rl.fidelity import TruncatedSampling
 from qlora_rl.train.scoring import logprobs
 
 
@@ -77,7 +79,7 @@ def test_loss_and_gradients_are_those_of_trls_tiles(checkpointing, make_trainer,
     found = []
     for name, small in (("ours", True), ("trl", False)):
         if not small:
-            monkeypatch.setattr("qlora_rl.train.online.use_small_tiles", lambda *_: False)
+            monkeypatch.setattr("qlora_rl.train.online.use_small_tiles", lambda *_, **__: False)
         args = config(output_dir=str(tmp_path / name), gradient_checkpointing=checkpointing, temperature=0.8, seed=3)
         trainer = make_trainer(args=args, remove_padding=False)
         assert ("logprobs" in trainer.model.get_base_model().forward.__code__.co_filename) == small
@@ -155,3 +157,62 @@ def test_a_model_that_scales_its_logits_keeps_trls_way(adapted):
         assert not logprobs.use_small_tiles(bare, 1.0)
     finally:
         del bare.config.logit_scale
+
+
+TRUNCATED = [
+    TruncatedSampling(top_k=5),
+    TruncatedSampling(top_p=0.7),
+    TruncatedSampling(4, 0.6),
+    TruncatedSampling(0, 0.9, 0.3),
+]
+
+
+@pytest.mark.parametrize("truncated", TRUNCATED, ids=str)
+def test_truncated_logprobs_and_gradients_are_those_of_a_softmax_over_what_is_kept(truncated, adapted):
+    """Of a model that is sure of little, so that something is left out everywhere."""
+    bare = adapted.get_base_model()
+    temperature = 0.8
+    ids = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(0))
+    randomise(adapted)
+    logits_NV = bare(ids).logits[:, :-1].flatten(0, 1).float() / temperature
+    targets_N = ids[:, 1:].flatten()
+    kept_NV = truncated.kept(logits_NV, targets_N)
+    assert not kept_NV.all(1).any()
+    wanted_N = logits_NV.masked_fill(~kept_NV, -torch.inf).log_softmax(-1).gather(1, targets_N[:, None])[:, 0]
+    names, parameters = zip(*[(n, p) for n, p in adapted.named_parameters() if p.requires_grad], strict=True)
+    wanted = torch.autograd.grad(wanted_N.sum(), parameters)
+    add_fused_lm_head(bare, temperature=temperature, outputs=("log_probs", "entropy"))
+    assert logprobs.use_small_tiles(bare, temperature, truncated=truncated)
+    found = bare(input_ids=ids, labels=ids, fused_lm_head=True)
+    torch.testing.assert_close(found.log_probs.flatten(), wanted_N, atol=2e-2, rtol=1e-2)
+    for name, own, theirs in zip(names, torch.autograd.grad(found.log_probs.sum(), parameters), wanted, strict=True):
+        assert torch.nn.functional.cosine_similarity(own.flatten(), theirs.flatten(), 0) > 0.99, name
+
+
+def test_what_truncated_sampling_keeps():
+    logits_NV = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+    target = torch.tensor([0])
+    for truncated, kept in (
+        (TruncatedSampling(top_k=2), [True, True, False, False]),
+        (TruncatedSampling(top_p=0.65), [True, True, False, False]),  # the second passes it
+        (TruncatedSampling(top_p=0.75), [True, True, True, False]),
+        (TruncatedSampling(min_p=0.6), [True, True, False, False]),
+        (TruncatedSampling(3, 0.5), [True, True, False, False]),  # of nine tenths
+    ):
+        assert truncated.kept(logits_NV, target).tolist() == [kept]
+    assert TruncatedSampling(top_k=2).kept(logits_NV, torch.tensor([3])).tolist() == [[True, True, False, True]]
+    torch.testing.assert_close(TruncatedSampling(top_k=2).log_kept(logits_NV, target).exp(), torch.tensor([0.7]))
+
+
+@pytest.mark.parametrize(
+    ("sampling", "truncated"),
+    [
+        (SamplingSpec(), None),
+        (SamplingSpec(top_k=-1), None),
+        (SamplingSpec(top_p=0.9, temperature=0.0), None),
+        (SamplingSpec(top_p=0.9), TruncatedSampling(top_p=0.9)),
+        (SamplingSpec(top_p=0.9, extra={"top_p": 0.5, "top_k": 7}), TruncatedSampling(7, 0.5)),
+    ],
+)
+def test_truncated_sampling_is_read_as_the_engine_reads_it(sampling, truncated):
+    assert TruncatedSampling.of(sampling) == truncated

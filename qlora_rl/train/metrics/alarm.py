@@ -22,7 +22,7 @@ from trl.trainer.utils import split_pixel_values_by_grid
 from qlora_rl.contracts import SamplingSpec
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import ConfigConflictError, PolicyMismatchError
-from qlora_rl.fidelity import Fidelity
+from qlora_rl.fidelity import TRUNCATING, Fidelity, TruncatedSampling
 from qlora_rl.sync.mismatch_debugger import Diagnosis, MismatchDebugger, Sampled
 from qlora_rl.train.rollouts.engine_link import Link
 from qlora_rl.train.setup.settings import autocast_dtype
@@ -243,8 +243,13 @@ def check_word(on_mismatch: str) -> None:
         raise ConfigConflictError(f"reading the arguments: on_mismatch={on_mismatch!r} is not one of {ON_MISMATCH}.")
 
 
-def filters_of(sampling: SamplingSpec) -> tuple[str, ...]:
-    """What shapes the engine's distribution other than the temperature, and the trainer does not know of."""
+def filters_of(sampling: SamplingSpec, truncated: TruncatedSampling | None = None) -> tuple[str, ...]:
+    """What shapes the engine's distribution other than the temperature, and the trainer does not know of.
+
+    Args:
+        sampling: of the rollouts.
+        truncated: what the trainer's logprobs follow.
+    """
     plain = SamplingSpec()
     names = ("top_p", "top_k", "min_p", "repetition_penalty", "regex")
     set_here = {name: getattr(sampling, name) for name in names if getattr(sampling, name) != getattr(plain, name)}
@@ -252,6 +257,8 @@ def filters_of(sampling: SamplingSpec) -> tuple[str, ...]:
     set_here |= {name: value for name, value in sampling.extra.items() if name not in quiet}
     if set_here.get("top_k") == -1:
         del set_here["top_k"]
+    for name in () if truncated is None else TRUNCATING:
+        set_here.pop(name, None)
     return tuple(f"{name}={value!r}" for name, value in set_here.items())
 
 
@@ -260,6 +267,7 @@ def sampled_from(
     mask_BT: torch.Tensor,
     temperature: float,
     filters: tuple[str, ...] = (),
+    truncated: TruncatedSampling | None = None,
     *,
     sequences: int = SEQUENCES,
 ) -> Sampled:
@@ -271,6 +279,7 @@ def sampled_from(
         mask_BT: nonzero where the policy sampled.
         temperature: by which the trainer divides its logits.
         filters: see `filters_of`.
+        truncated: what the logprobs of both sides are of.
         sequences: at most so many.
     """
     texts = {(tuple(p), tuple(c)): i for i, (p, c) in enumerate(_rows(output)) if bool(mask_BT[i].any())}
@@ -286,9 +295,8 @@ def sampled_from(
         logprobs.append([None if not m or math.isnan(v) else v for v, m in zip(values, mask, strict=True)])
     images = tuple(_images_of(output, i) for i in rows)
     has_images = bool(output.get("has_images")) or output.get("pixel_values") is not None
-    if any(images):
-        return Sampled(prompts, completions, logprobs, temperature or 1.0, filters, images)
-    return Sampled(prompts, completions, logprobs, temperature or 1.0, filters, has_images=has_images)
+    found = Sampled(prompts, completions, logprobs, temperature or 1.0, filters, truncated)
+    return replace(found, images=images) if any(images) else replace(found, has_images=has_images)
 
 
 def _images_of(output: Mapping[str, Any], row: int) -> dict[str, torch.Tensor]:
@@ -332,6 +340,7 @@ def merged(parts: Sequence[Sampled]) -> Sampled:
         [row[2] for row in rows],
         parts[0].temperature,
         parts[0].filters,
+        parts[0].truncated,
         has_images=any(part.has_images or any(part.images) for part in parts),
     )
 
@@ -345,7 +354,15 @@ def _rows(output: Mapping[str, Any]) -> Iterator[tuple[list[int], list[int]]]:
     yield from zip(output["prompt_ids"].tolist(), output["completion_ids"].tolist(), strict=True)
 
 
-def alarm_for(link: Link, model: Any, args: Any, on_mismatch: str, *, rollout_func: Any = None) -> MismatchAlarm | None:
+def alarm_for(
+    link: Link,
+    model: Any,
+    args: Any,
+    on_mismatch: str,
+    *,
+    rollout_func: Any = None,
+    truncated: TruncatedSampling | None = None,
+) -> MismatchAlarm | None:
     """The alarm of a trainer; none where nobody gives the logprobs of sampled tokens, which is logged.
 
     Args:
@@ -354,6 +371,7 @@ def alarm_for(link: Link, model: Any, args: Any, on_mismatch: str, *, rollout_fu
         args: of TRL: precision.
         on_mismatch: as the trainer takes it.
         rollout_func: TRL's: what it returns was not sampled by the bridge.
+        truncated: the trainer's logprobs are of what this keeps, as the engine's are.
     """
     if not link.bridge.knows_logprobs(rollout_func):
         logger.warning(
@@ -366,7 +384,7 @@ def alarm_for(link: Link, model: Any, args: Any, on_mismatch: str, *, rollout_fu
         )
         return None
     autocast = autocast_dtype(args)
-    expected = list(filters_of(link.bridge.sampling))
+    expected = list(filters_of(link.bridge.sampling, truncated))
     expected += ["rollout_func"] if rollout_func is not None else []
     expected += [] if link.base_check.is_verified else ["another base is allowed"]
     examiner = MismatchDebugger(model, link.engine, link.strategy, link.base_check, autocast)

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import TrainerCallback
 
 from qlora_rl.distributed import ranks
 from qlora_rl.documents import read_object
 from qlora_rl.errors import RunDirectoryError
-from qlora_rl.fidelity import Fidelity, FidelityMonitor
+from qlora_rl.fidelity import Fidelity, FidelityMonitor, TruncatedSampling
 from qlora_rl.image_io import as_thumbnails
 from qlora_rl.train.metrics.alarm import MismatchAlarm, filters_of, sampled_from
 from qlora_rl.train.run import ROLLOUTS, RunDirectory, StepRecord
@@ -39,6 +41,7 @@ class MeasuredSteps:
     fidelity: FidelityMonitor
     alarm: MismatchAlarm | None = None
     _compares = True  # the sampler's logprobs are known
+    _truncated: TruncatedSampling | None = None  # logprobs are of what it keeps, here as in the sampler
     _record: StepRecord
 
     def measure_into(
@@ -120,8 +123,11 @@ class MeasuredSteps:
             self._watch(fidelity, batch, mask_BT)
 
     def _watch(self, fidelity: Fidelity, output: Any, mask_BT: torch.Tensor) -> None:
-        filters = filters_of(self.bridge.sampling)
-        found = self.alarm.observe(fidelity, lambda: sampled_from(output, mask_BT, self.temperature, filters))
+        truncated = self._truncated
+        filters = filters_of(self.bridge.sampling, truncated)
+        found = self.alarm.observe(
+            fidelity, lambda: sampled_from(output, mask_BT, self.temperature, filters, truncated)
+        )
         if found is not None:
             self._record.add(mismatch_cause=found.cause)
             self.bridge.rest()  # the examination has woken it
@@ -225,6 +231,15 @@ def sampled_mask(batch: dict[str, Any]) -> torch.Tensor:
     """[B, T], nonzero where the policy sampled: what a tool wrote was not sampled."""
     tool_mask_BT = batch.get("tool_mask")
     return batch["completion_mask"] if tool_mask_BT is None else batch["completion_mask"] * tool_mask_BT
+
+
+def logprobs_like(ids_BT: torch.Tensor, rows: Sequence[Sequence[float | None]]) -> torch.Tensor:
+    """The sampler's logprobs [B, T] of completions that TRL has padded: NaN where it gave none, zero behind an end."""
+    values = [torch.tensor([math.nan if value is None else value for value in row]) for row in rows]
+    rows_BT = pad_sequence(values, batch_first=True)
+    sampled_BT = torch.zeros(ids_BT.shape, dtype=rows_BT.dtype)
+    sampled_BT[:, : rows_BT.shape[1]] = rows_BT
+    return sampled_BT.to(ids_BT.device)
 
 
 def of_all_ranks(facts: dict[str, float]) -> dict[str, float]:

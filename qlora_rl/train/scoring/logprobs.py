@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func  # TRL takes it for all mixtures
 from trl.kernels import ChunkedLogProbFunction
-from trl.kernels.chunked_logprob import OPTIONAL_OUTPUTS
+from trl.kernels.chunked_logprob import OPTIONAL_OUTPUTS, TOKEN_CHUNK_SIZE
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head, maybe_gather_lm_head_ctx
 
+from qlora_rl.fidelity import TruncatedSampling
 from qlora_rl.memory.lines import HEAD_VOCABULARY, SMALL_TILE
 
 # A tile of 128 x 32768 float32 is 16 MiB.
@@ -31,21 +32,29 @@ TOKENS, WORDS = SMALL_TILE, HEAD_VOCABULARY
 _SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling")
 
 
-def use_small_tiles(model: Any, temperature: float, outputs: Collection[str] = ("entropy",)) -> bool:
+def use_small_tiles(
+    model: Any,
+    temperature: float,
+    outputs: Collection[str] = ("entropy",),
+    truncated: TruncatedSampling | None = None,
+) -> bool:
     """Have `model(..., fused_lm_head=True)` score in small tiles; all other calls stay as they are.
 
     Args:
         model: the bare transformers model, to which TRL has given its fused head.
         temperature: that logits are divided by.
         outputs: what is computed besides logprobs, by TRL's names (`trl.kernels.chunked_logprob.OPTIONAL_OUTPUTS`).
+        truncated: logprobs are of what this keeps; entropies stay those of the whole vocabulary.
 
     Returns:
-        Whether it was done: not for a model that scales its logits, nor on a device with Triton, where TRL's tiles do.
+        Whether it was done: not for a model that scales its logits, and on a device with Triton, where TRL's tiles do,
+        only for truncated sampling.
     """
     text = model.config.get_text_config()
-    device = model.get_output_embeddings().weight.device
-    if device.type in ("cuda", "xpu") or any(getattr(text, name, None) is not None for name in _SCALES):
+    has_triton = model.get_output_embeddings().weight.device.type in ("cuda", "xpu")
+    if (has_triton and truncated is None) or any(getattr(text, name, None) is not None for name in _SCALES):
         return False
+    tokens = TOKEN_CHUNK_SIZE if has_triton else TOKENS
     of_trl, names = model.forward, tuple(name for name in OPTIONAL_OUTPUTS if name in outputs)
     softcap = getattr(text, "final_logit_softcapping", None)
 
@@ -68,9 +77,11 @@ def use_small_tiles(model: Any, temperature: float, outputs: Collection[str] = (
         head = self.get_output_embeddings()
         # The head itself is not called, so ZeRO-3 would not gather it.
         with maybe_gather_lm_head_ctx(head.weight, head.bias) if hasattr(head.weight, "ds_id") else nullcontext():
-            logprobs, *others = score(
-                hidden_BTH[wanted_BT], head.weight, head.bias, targets_BT[wanted_BT], temperature, softcap, names
-            )
+            hidden_NH, targets_N = hidden_BTH[wanted_BT], targets_BT[wanted_BT]
+            given = (hidden_NH, head.weight, head.bias, targets_N, temperature, softcap)
+            logprobs, *others = score(*given, names, tokens)
+            if truncated is not None:
+                logprobs = logprobs - truncated.log_kept_by_head(*given)
 
         def spread(values_N: torch.Tensor) -> torch.Tensor:
             # Stays connected to the model where nothing is scored at all.
@@ -106,8 +117,9 @@ def score(
     temperature: float,
     softcap: float | None = None,
     outputs: tuple[str, ...] = ("entropy",),
+    tokens: int = TOKENS,
 ) -> tuple[torch.Tensor, ...]:
-    """Logprobs of `targets_N`, float32 [N], and each of `outputs`, with at most TOKENS x WORDS logits at a time.
+    """Logprobs of `targets_N`, float32 [N], and each of `outputs`, with at most `tokens` x WORDS logits at a time.
 
     Args:
         outputs: in the order of `OPTIONAL_OUTPUTS`; entropies are float32 [N].
@@ -115,6 +127,6 @@ def score(
     words = min(WORDS, weight_VH.shape[0])
     parts = [
         ChunkedLogProbFunction.apply(hidden, weight_VH, bias_V, targets, temperature, words, softcap, 1.0, outputs)
-        for hidden, targets in zip(hidden_NH.split(TOKENS), targets_N.split(TOKENS), strict=True)
+        for hidden, targets in zip(hidden_NH.split(tokens), targets_N.split(tokens), strict=True)
     ]
     return tuple(torch.cat(column) for column in zip(*parts, strict=True) if column[0] is not None)
