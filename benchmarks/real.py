@@ -1,0 +1,144 @@
+"""The demo of a real model (`qlora-rl demo --model smollm2`) beside TRL's own sync: same rows, seed and settings.
+
+    python benchmarks/real.py [--steps 30] [--only NAME ...] [--keep DIR]
+
+writes results/real.json, row by row; each contender is a process of its own, whose run is kept in DIR. The model is
+downloaded. Rewards are of greedy answers to the held-out sums: by the trainer's model, and by the saved adapter on the
+untouched base.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qlora_rl.bench.rounds import described
+from qlora_rl.config.launch import trainer_arguments, trl_config
+from qlora_rl.config.read import read_config
+from qlora_rl.config.rewards import load_reward
+from qlora_rl.data.load import load_data
+from qlora_rl.demo.real_model import real_model
+from qlora_rl.demo.real_run import write_project
+from qlora_rl.train.run import METRICS, RunDirectory
+
+RESULTS = Path(__file__).parent / "results" / "real.json"
+# How the policy reaches vLLM, and the base of both sides.
+CONTENDERS = {"qlora_rl": ("adapter", "nf4"), "trl-nf4": ("merge", "nf4"), "trl-bf16": ("merge", "bf16")}
+LORA = dict(r=16, lora_alpha=32, target_modules="all-linear")
+
+
+@torch.no_grad()
+def answers(model: Any, tokenizer: Any, prompts: list[Any]) -> list[Any]:
+    """Greedy completions of 32 tokens, as messages."""
+    was_training = model.training
+    model.eval()
+    texts = [tokenizer.apply_chat_template(each, tokenize=False, add_generation_prompt=True) for each in prompts]
+    asked = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
+    asked = asked.to(model.device)
+    ids = model.generate(**asked, max_new_tokens=32, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+    model.train(was_training)
+    said = tokenizer.batch_decode(ids[:, asked["input_ids"].shape[1] :], skip_special_tokens=True)
+    return [[{"role": "assistant", "content": text}] for text in said]
+
+
+def child(name: str, steps: int, out: Path) -> None:
+    """Train one contender and write its numbers."""
+    from peft import LoraConfig, PeftModel
+
+    from qlora_rl import QLoRAGRPOTrainer, bake_base, load_base, prepare_base
+    from qlora_rl.demo.merge import MergingTrainer
+
+    how, weights = CONTENDERS[name]
+    work = out.parent / name
+    write_project(work, real_model().resolve())
+    config = read_config(work / "run.toml", [f"run.dir={work / 'run'}", f"train.max_steps={steps}"])
+    base = prepare_base(config.base.model, "nf4")
+    if weights == "bf16":
+        base = bake_base(base)
+    train, held_out = load_data(config.data)
+    reward = load_reward(config.rewards[0])
+    args, lora = trl_config(config), LoraConfig(**LORA)
+    shared = dict(args=args, train_dataset=train, peft_config=lora, reward_funcs=[reward])
+    torch.manual_seed(args.seed)
+    if how == "adapter":
+        trainer: Any = QLoRAGRPOTrainer(model=base, **shared, **trainer_arguments(config))
+        run = trainer.run
+    else:
+        args.use_vllm, args.vllm_mode = True, "colocate"
+        run = RunDirectory(work / "run")
+        trainer = MergingTrainer(run=run, model=load_base(base), **shared)
+    prompts, columns = held_out["prompt"], {"answer": held_out["answer"]}
+
+    def score(model: Any) -> float:
+        return statistics.fmean(reward(answers(model, trainer.processing_class, prompts), **columns))
+
+    try:
+        before = score(trainer.model)
+        started = time.perf_counter()
+        trainer.train()
+        seconds, after = time.perf_counter() - started, score(trainer.model)
+        trainer.model.save_pretrained(work / "adapter")
+    finally:
+        trainer.close()
+    del trainer.model
+    reloaded = score(PeftModel.from_pretrained(load_base(base), work / "adapter"))
+    lines = [json.loads(line) for line in (run.path / METRICS).read_text().splitlines()]
+    lines = [line for line in lines if "step_seconds" in line]
+    kl = [line["mismatch_kl"] for line in lines if line.get("mismatch_kl") is not None]
+    counted = lines[3:] or lines
+    result = {
+        "steps": steps,
+        "reward_before": before,
+        "reward_after": after,
+        "reward_reloaded": reloaded,
+        "mismatch_kl_median": statistics.median(kl),
+        "mismatch_kl_max": max(kl),
+        "step_seconds": statistics.median(line["step_seconds"] for line in counted),
+        "sync_seconds": statistics.median(line["sync_seconds"] for line in counted),
+        "verify_seconds": statistics.fmean(line.get("canary_seconds") or 0.0 for line in counted),
+        "train_seconds": seconds,
+        "rewards": [line.get("reward") for line in lines],
+    }
+    out.write_text(json.dumps(result))
+
+
+def main() -> None:
+    """Run the contenders that are asked for, and keep the other rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--keep", type=Path, metavar="DIR")
+    parser.add_argument("--child", nargs=2, metavar=("NAME", "OUT"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        child(args.child[0], args.steps, Path(args.child[1]))
+        return
+    found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": {}}
+    for name in args.only:
+        with tempfile.TemporaryDirectory() as home:
+            out = (args.keep or Path(home)) / "result.json"
+            out.parent.mkdir(parents=True, exist_ok=True)
+            command = [sys.executable, __file__, "--steps", str(args.steps), "--child", name, str(out)]
+            done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+            print(done.stderr, file=sys.stderr)
+            if done.returncode:
+                said = re.findall(r"\b(\w+Error: .*)", done.stderr)
+                found["rows"][name] = {"failed": said[0] if said else "no error was seen"}
+            else:
+                found["rows"][name] = json.loads(out.read_text())
+        found = described(found)
+        RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
