@@ -24,6 +24,7 @@ import torch
 
 from qlora_rl.base.attention.choice import attention_for
 from qlora_rl.base.calibration.blocks import Measured, quantise_by_blocks
+from qlora_rl.base.calibration.float16_range import check_float16
 from qlora_rl.base.calibration.job import Calibration
 from qlora_rl.base.calibration.text import Row, shipped_text, token_sequences
 from qlora_rl.base.experts import experts_as_linears
@@ -190,7 +191,13 @@ def prepare_base(
         loaded = _load_source(source, trust_remote_code)
         # A checkpoint that is 4-bit already keeps its bytes; its live layers say what its config may not.
         written = spec if method is None else spec_of(loaded)
-        choose = choice.by(lambda: read_tokenizer(tokenizer, source, trust_remote_code))
+
+        def read() -> Any:
+            return read_tokenizer(tokenizer, source, trust_remote_code)
+
+        if written.compute_dtype == "float16":
+            check_float16(loaded, read)
+        choose = choice.by(read)
         write_checkpoint(loaded, written, directory, is_quantized=method is not None, choose=choose)
         write_tokenizer(tokenizer, source, directory, trust_remote_code, rows=embedding_rows(loaded))
         for code in source.glob("*.py") if trust_remote_code else ():  # what `auto_map` of the config names
@@ -289,7 +296,12 @@ def _prepare_object(
     origin = getattr(base.config, "_name_or_path", "") or type(base).__name__
 
     def write(directory: Path) -> QuantSpec:
-        choose = choice.by(lambda: read_tokenizer(tokenizer, Path(origin), trust_remote_code=False))
+        def read() -> Any:
+            return read_tokenizer(tokenizer, Path(origin), trust_remote_code=False)
+
+        if written.compute_dtype == "float16":
+            check_float16(base, read)
+        choose = choice.by(read)
         write_checkpoint(base, written, directory, is_quantized=live.is_4bit, choose=choose)
         write_tokenizer(tokenizer, Path(origin), directory, trust_remote_code=False, rows=embedding_rows(base))
         return written

@@ -91,11 +91,32 @@ def as_trained(model: Any, autocast: torch.dtype | None) -> AbstractContextManag
     return torch.autocast(device, autocast) if autocast is not None else nullcontext()
 
 
-def in_dtype(model: Any, dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """Within it a model computes in a 16-bit dtype, by autocast where its weights have another; in float32 as they
-    are."""
-    is_own = bare_model(model).dtype == dtype or dtype not in _HALF
-    return as_trained(model, None if is_own else dtype)
+def as_engine(model: Any, autocast: torch.dtype | None, name: str) -> AbstractContextManager[Any] | None:
+    """Within it a model rounds as an engine does; `None` where both round alike.
+
+    By autocast to another 16-bit dtype; as the weights are to float32. 4-bit linears of a base in float16 multiply in
+    bfloat16, as vLLM's bitsandbytes layers do.
+
+    Args:
+        model: of the trainer.
+        autocast: dtype in which the trainer's forward runs while training (`None`: as the weights are).
+        name: of the engine's dtype.
+    """
+    dtype, own = getattr(torch, name), bare_model(model).dtype
+    if (autocast or own) != dtype:
+        return as_trained(model, None if own == dtype or dtype not in _HALF else dtype)
+    bnb = require_bitsandbytes()
+    linears = [module for module in model.modules() if isinstance(module, bnb.nn.Linear4bit)]
+    return _in_bfloat16(linears) if linears and dtype == torch.float16 else None
+
+
+@contextmanager
+def _in_bfloat16(linears: Sequence[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for linear in linears:
+            product = _rounded_product_of(linear, require_bitsandbytes().functional.dequantize_4bit)
+            stack.enter_context(_exchanged(linear, "forward", product))
+        yield
 
 
 @contextmanager
@@ -159,14 +180,26 @@ def _attention(base: Any, *, is_short: bool) -> Iterator[None]:
             config._attn_implementation = before
 
 
+def _codes(linear: Any) -> torch.Tensor:
+    return linear.weight.t() if linear.weight.shape[0] == 1 else linear.weight
+
+
+def _rounded_product_of(linear: Any, dequantize: Any) -> Any:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        weight_OI = dequantize(_codes(linear), linear.weight.quant_state).bfloat16()
+        bias = None if linear.bias is None else linear.bias.bfloat16()
+        return torch.nn.functional.linear(x.bfloat16(), weight_OI, bias).to(x.dtype)
+
+    return forward
+
+
 def _product_of(linear: Any, dequantize: Any) -> Any:
     def forward(x: torch.Tensor) -> torch.Tensor:
         with _disable_current_modes():  # here a cast is a cast
             if linear.compute_dtype == torch.float32:  # bitsandbytes multiplies with what is not rounded
                 weight_OI = dequantised_weight(linear.weight)
             else:
-                codes = linear.weight.t() if linear.weight.shape[0] == 1 else linear.weight
-                weight_OI = dequantize(codes, linear.weight.quant_state)
+                weight_OI = dequantize(_codes(linear), linear.weight.quant_state)
             bias = None if linear.bias is None else linear.bias.float()
             return torch.nn.functional.linear(x, weight_OI.float(), bias)
 

@@ -31,10 +31,10 @@ from qlora_rl.fidelity import scaled_differences
 from qlora_rl.sharded_tensors import is_sharded, shape_of
 from qlora_rl.sync.forward import (
     NotComparedError,
+    as_engine,
     as_trained,
     bare_model,
     evaluating,
-    in_dtype,
     in_float32,
     tail_logprobs,
     without_adapter,
@@ -249,9 +249,9 @@ class FunctionCheck:
                 trainer = tail_logprobs(model, texts, count)
             with in_float32(model, length):
                 exact = tail_logprobs(model, texts, count)
-            other, like = other_dtype(model, self._autocast, self._engine.capabilities().adapter_dtype), None
-            if other is not None:
-                with in_dtype(model, other):
+            like, rounds_alike = None, as_engine(model, self._autocast, self._engine.capabilities().adapter_dtype)
+            if rounds_alike is not None:
+                with rounds_alike:
                     like = tail_logprobs(model, texts, count)
         return Measured(texts, trainer, exact, like)
 
@@ -293,12 +293,6 @@ class FunctionCheck:
             f"is rounding. {side} computes model_type={config.model_type!r} in another way than its config says "
             f"(positions, a window, a softcap, an activation). {advice}{way_on}."
         )
-
-
-def other_dtype(model: Any, autocast: torch.dtype | None, name: str) -> torch.dtype | None:
-    """That of an engine, by its name, where the trainer computes in another one."""
-    dtype: torch.dtype = getattr(torch, name)
-    return None if (autocast or bare_model(model).dtype) == dtype else dtype
 
 
 def distance(some_T: torch.Tensor, exact_T: torch.Tensor) -> float:

@@ -4,6 +4,7 @@ too, on real vLLM."""
 import copy
 import logging
 
+import bitsandbytes as bnb
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -14,6 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from qlora_rl import Canary, FakeEngine, LocalEngine, PolicyMismatchError, load_base, prepare_base
+from qlora_rl.demo.tiny_model import make_tokenizer
 from qlora_rl.sync import function_check
 from qlora_rl.sync.forward import NotComparedError, in_float32, tail_logprobs
 from qlora_rl.sync.function_check import (
@@ -301,6 +303,29 @@ def test_two_dtypes_are_no_fault_and_another_function_in_them_is(trainer, engine
     model.model.rotary_emb.inv_freq.mul_(0.5)
     with pytest.raises(PolicyMismatchError):
         FunctionCheck(model, other, autocast=autocast).compare()
+
+
+def test_4bit_linears_that_multiply_in_bfloat16_are_no_fault_of_a_base_in_float16(tmp_path):
+    """As those of vLLM do, whatever the base's dtype; the trainer's then rounds eight times less."""
+    source = random_llama(torch.float16, layers=24)
+    with torch.no_grad():
+        for parameter in source.parameters():
+            parameter.mul_(2.0 if parameter.ndim > 1 else 1.0)
+    source.save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    base = prepare_base(tmp_path / "model", compute_dtype="float16", out=tmp_path / "base")
+    model, other = load_base(base), load_base(base)
+    for linear in other.modules():
+        if isinstance(linear, bnb.nn.Linear4bit):
+            forward = bnb.nn.Linear4bit.forward
+            linear.compute_dtype = torch.bfloat16
+            linear.forward = lambda x, linear=linear: forward(linear, x.bfloat16()).to(x.dtype)
+    check = FunctionCheck(model, FakeEngine(other))
+    assert not any(apart.odd for apart in check.compare())
+    assert all(apart.engine > FACTOR * max(apart.trainer, function_check.FLOOR_16_BIT) for apart in check.found)
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+    with pytest.raises(PolicyMismatchError):
+        FunctionCheck(model, FakeEngine(other)).compare()
 
 
 def test_a_trainer_that_overflows_is_named():
