@@ -315,9 +315,9 @@ def test_4bit_linears_that_multiply_in_bfloat16_are_no_fault_of_a_base_in_float1
     make_tokenizer().save_pretrained(tmp_path / "model")
     base = prepare_base(tmp_path / "model", compute_dtype="float16", out=tmp_path / "base")
     model, other = load_base(base), load_base(base)
+    forward = bnb.nn.Linear4bit.forward
     for linear in other.modules():
         if isinstance(linear, bnb.nn.Linear4bit):
-            forward = bnb.nn.Linear4bit.forward
             linear.compute_dtype = torch.bfloat16
             linear.forward = lambda x, linear=linear: forward(linear, x.bfloat16()).to(x.dtype)
     check = FunctionCheck(model, FakeEngine(other))
