@@ -108,20 +108,7 @@ def test_both_sides_mean_the_tokens_that_truncated_sampling_keeps(kind, base, en
 
 @pytest.mark.parametrize(("kind", "config"), [(GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig)])
 def test_a_trainer_of_trl_learns_with_an_engine_attached(kind, config, model_dir, tmp_path):
-    nf4 = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-    )
-    trainer = kind(
-        model=AutoModelForCausalLM.from_pretrained(model_dir, quantization_config=nf4, dtype=torch.bfloat16),
-        processing_class=AutoTokenizer.from_pretrained(model_dir, padding_side="left"),
-        reward_funcs=reward_sevens,
-        train_dataset=ROWS,
-        peft_config=adapter(),
-        args=config(**fields(tmp_path, **GROUP, beta=0.0, vllm_max_model_length=32)),
-    )
+    trainer = of_trl(kind, config, model_dir, tmp_path)
     with attach(trainer) as held:
         assert held.base_check.is_verified
         assert len(held.base_check.repaired) == 14  # vLLM's loader rounds the scales of a doubly quantised base
@@ -133,3 +120,32 @@ def test_a_trainer_of_trl_learns_with_an_engine_attached(kind, config, model_dir
         assert torch.tensor([log["qlora_rl/mismatch_kl"] for log in logs]).median() < 5e-4
         assert held.engine.version == STEPS
     assert held.engine._is_closed
+
+
+def test_an_attached_trainer_scores_what_truncated_sampling_keeps_while_it_is_attached(engine, model_dir, tmp_path):
+    trainer = of_trl(GRPOTrainer, GRPOConfig, model_dir, tmp_path, top_p=0.7, max_steps=2)
+    bare = trainer.model.get_base_model()
+    before = bare.forward.__func__
+    with attach(trainer) as held:
+        trainer.train()
+        assert [log for log in trainer.state.log_history if "reward" in log]
+        assert held.fidelity.last.mismatch_kl < 1e-3
+        assert bare.forward.__func__ is not before
+    assert bare.forward.__func__ is before
+
+
+def of_trl(kind, config, model_dir, directory, **own):
+    nf4 = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    return kind(
+        model=AutoModelForCausalLM.from_pretrained(model_dir, quantization_config=nf4, dtype=torch.bfloat16),
+        processing_class=AutoTokenizer.from_pretrained(model_dir, padding_side="left"),
+        reward_funcs=reward_sevens,
+        train_dataset=ROWS,
+        peft_config=adapter(),
+        args=config(**fields(directory, **GROUP, beta=0.0, vllm_max_model_length=32, **own)),
+    )
