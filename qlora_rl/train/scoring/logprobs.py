@@ -78,10 +78,10 @@ def use_small_tiles(
         # The head itself is not called, so ZeRO-3 would not gather it.
         with maybe_gather_lm_head_ctx(head.weight, head.bias) if hasattr(head.weight, "ds_id") else nullcontext():
             hidden_NH, targets_N = hidden_BTH[wanted_BT], targets_BT[wanted_BT]
-            given = (hidden_NH, head.weight, head.bias, targets_N, temperature, softcap)
-            logprobs, *others = score(*given, names, tokens)
+            scored = (hidden_NH, head.weight, head.bias, targets_N, temperature, softcap)
+            logprobs, *others = score(*scored, names, tokens)
             if truncated is not None:
-                logprobs = logprobs - truncated.log_kept_by_head(*given)
+                logprobs = logprobs - truncated.log_kept_by_head(*scored)
 
         def spread(values_N: torch.Tensor) -> torch.Tensor:
             # Stays connected to the model where nothing is scored at all.
