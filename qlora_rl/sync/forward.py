@@ -196,8 +196,8 @@ def _rounded_product_of(linear: Any, dequantize: Any) -> Any:
 def _product_of(linear: Any, dequantize: Any) -> Any:
     def forward(x: torch.Tensor) -> torch.Tensor:
         with _disable_current_modes():  # here a cast is a cast
-            if linear.compute_dtype == torch.float32:  # bitsandbytes multiplies with what is not rounded
-                weight_OI = dequantised_weight(linear.weight)
+            if linear.compute_dtype in (torch.float32, torch.float16):  # in which bitsandbytes multiplies
+                weight_OI = dequantised_weight(linear.weight).to(linear.compute_dtype)
             else:
                 weight_OI = dequantize(_codes(linear), linear.weight.quant_state)
             bias = None if linear.bias is None else linear.bias.float()
