@@ -772,12 +772,32 @@ def _calibration(found: dict) -> str:
     return "\n".join(lines)
 
 
+def noise() -> str:
+    """What trainer and engine differ by with nothing wrong, by model, base and precision."""
+    lines = [
+        "| base, dtype | mismatch KL | mean of abs(d) | `ess` | engine, trainer from float32 (scaled) | a step |",
+        f"{'|---' * 6}|",
+    ]
+    for name, row in sorted(_load("noise.json")["rows"].items()):
+        kl, mean, ess = (statistics.median(row[key]) for key in ("mismatch_kl", "logprob_diff_mean", "ess"))
+        apart, seconds = row["function"][0], min(row["step_seconds"])
+        distances = f"{apart['engine']:.4f}, {apart['trainer']:.4f}"
+        what = name.replace("none", "unquantised")
+        lines.append(f"| {what} | {kl:.1e} | {mean:.4f} | {ess:.3f} | {distances} | {seconds:.0f} s |")
+    toy = _load("base_proof.json")
+    for name, key in (("the demo's model: nf4, bfloat16", "repaired"), ("its copy in float32", "float32_baked")):
+        kl, mean = toy[key]["mismatch_kl"], toy[key]["logprob_diff_mean"]
+        lines.append(f"| {name} | {kl:.1e} | {mean:.1g} | | | |")
+    return "\n".join(lines)
+
+
 def _gpu() -> dict:
     return _load("gpu.json") if (RESULTS / "gpu.json").exists() else {}
 
 
 TABLES = {
     "calibration": lambda: _calibration(_load("calibration.json")),
+    "noise": noise,
     "gpu": lambda: gpu_tables.stacks(_gpu()),
     "gpu-numbers": lambda: gpu_tables.numbers(_gpu()),
     "field": lambda: field_tables.training(_load("field.json")),
