@@ -1,4 +1,5 @@
-"""How far 4-bit bases of a real model are from it: plain, with scales searched, calibrated on two texts.
+"""How far 4-bit bases of a real model are from it: plain, with scales searched, calibrated on two texts, with LoftQ's
+adapter; and int4 by the same error feedback.
 
     python benchmarks/calibration.py MODEL GSM8K.jsonl [--rows NAME ...]
 
@@ -17,10 +18,12 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from qlora_rl.base.calibration import codes
 from qlora_rl.base.calibration.blocks import chooser, quantise_by_blocks
 from qlora_rl.base.calibration.codes import choose_codes
 from qlora_rl.base.calibration.text import shipped_text, token_sequences
@@ -31,6 +34,16 @@ from qlora_rl.train.run import describe_versions
 
 RESULTS = Path(__file__).parent / "results" / "calibration.json"
 WAYS = ("plain", "scale search alone", "calibrated on GSM8K", "calibrated on the shipped text")
+RANK = 16
+LOFTQ = f", with LoftQ's adapter of rank {RANK}"
+INT4 = "int4 (4.25 bits), error feedback on the shipped text"
+DOUBLE, SINGLE = (f", {each} quantisation" for each in ("double", "single"))
+# Names of rows: what is quantised how, and what is added.
+ROWS = (
+    *(way + scales for scales in (DOUBLE, SINGLE) for way in WAYS),
+    *(way + DOUBLE + LOFTQ for way in (WAYS[0], WAYS[3])),
+    INT4,
+)
 CALIBRATION_ROWS, HELD_OUT, LENGTH = 24, 3, 200
 LICENCES = ("GPL-3", "Apache-2.0", "MPL-1.1")
 MODULES = ("argparse", "csv", "shlex")
@@ -68,6 +81,40 @@ def compared(source: Any, base: Any, texts: Mapping[str, list[list[int]]]) -> di
     return found
 
 
+class Int4(codes._Feedback):
+    """The same error feedback with symmetric int4 instead: codes -8 to 7, a bf16 scale for each block."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._values = torch.arange(-8, 8) / 7.5
+        self._middles = (self._values[1:] + self._values[:-1]) / 2
+
+    def _storable(self, absmax_O: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        scale_O = absmax_O.bfloat16().float()
+        return scale_O, scale_O
+
+
+def int4(model: Any, weights: Mapping[str, torch.Tensor], text: list[list[int]]) -> dict[str, torch.Tensor]:
+    """The weights of an int4 base, float32."""
+    found: dict[str, torch.Tensor] = {}
+    spec = QuantSpec(double_quant=False)
+    choose = chooser(spec, weights, {})
+
+    def quantise(names: Any, moments_II: Any) -> Mapping[str, torch.Tensor]:
+        found.update(made := choose(names, moments_II))
+        return made
+
+    with mock.patch.object(codes, "_Feedback", Int4):
+        quantise_by_blocks(model, spec, weights, quantise, text)
+    return found
+
+
+def low_rank(residual_OI: torch.Tensor) -> torch.Tensor:
+    """What LoftQ's adapter holds of it at its start, as PEFT makes it (one round)."""
+    u, s, vh = torch.linalg.svd(residual_OI, full_matrices=False)
+    return u[:, :RANK] * s[:RANK] @ vh[:RANK]
+
+
 def decoded(
     way: str, spec: QuantSpec, model: Any, weights: Mapping[str, torch.Tensor], texts: Mapping[str, list[list[int]]]
 ) -> dict[str, torch.Tensor]:
@@ -102,28 +149,35 @@ def main() -> None:
     source = logprobs(exact, texts)
     parameters = dict(exact.named_parameters())
     weights = {name: each.data for name, each in model.named_parameters() if name.endswith("_proj.weight")}
+    tokens = {kind: sum(len(ids) - 1 for ids in each) for kind, each in texts.items()}
+    if found.get("tokens", tokens) != tokens:
+        parser.error(f"{RESULTS} has rows of other texts ({found['tokens']} tokens, here {tokens})")
     found |= {
         "model": arguments.model.name,
-        "tokens": {kind: sum(len(ids) - 1 for ids in each) for kind, each in texts.items()},
+        "tokens": tokens,
         "calibration_tokens": {way: sum(map(len, each)) for way, each in calibration.items()},
         "source": compared(source, source, texts),
         "threads": torch.get_num_threads(),
         "versions": describe_versions(),
         "commit": measured_at(),
     }
-    for double in (True, False):
-        for way in WAYS:
-            name = f"{way}, {'double' if double else 'single'} quantisation"
-            if name in found["rows"] and name not in arguments.rows:
-                continue
-            spec, began = QuantSpec(double_quant=double), time.process_time()
-            for each, weight in decoded(way, spec, model, weights, calibration).items():
-                parameters[each].data = weight
-            seconds = time.process_time() - began
-            found["rows"][name] = {"seconds": seconds, "texts": compared(source, logprobs(exact, texts), texts)}
-            RESULTS.write_text(json.dumps(found, indent=1))
-            shown = {kind: round(each["kl"], 4) for kind, each in found["rows"][name]["texts"].items()}
-            print(name, f"{seconds:.0f} s", shown, flush=True)
+    for name in ROWS:
+        if name in found["rows"] and name not in arguments.rows:
+            continue
+        began, (way, _, _) = time.process_time(), name.partition(", ")
+        if name == INT4:
+            made = int4(model, weights, calibration[WAYS[3]])
+        else:
+            made = decoded(way, QuantSpec(double_quant=DOUBLE in name), model, weights, calibration)
+        if name.endswith(LOFTQ):
+            made = {each: weight + low_rank(weights[each].float() - weight) for each, weight in made.items()}
+        for each, weight in made.items():
+            parameters[each].data = weight
+        seconds = time.process_time() - began
+        found["rows"][name] = {"seconds": seconds, "texts": compared(source, logprobs(exact, texts), texts)}
+        RESULTS.write_text(json.dumps(found, indent=1))
+        shown = {kind: round(each["kl"], 4) for kind, each in found["rows"][name]["texts"].items()}
+        print(name, f"{seconds:.0f} s", shown, flush=True)
 
 
 if __name__ == "__main__":

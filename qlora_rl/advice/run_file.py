@@ -88,6 +88,8 @@ def run_file(
         blocks.append(("[run]", {"gpu_memory": gpu_memory}, reasons))
     for head, held, why in blocks:
         lines += ["", head, *_rows(held, why)]
+        if head == "[base]" and "calibrate" in why:
+            lines.append(f"# calibrate = true  # {why['calibrate']}")
     return "\n".join(lines) + "\n"
 
 

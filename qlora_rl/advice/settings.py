@@ -28,7 +28,7 @@ from qlora_rl.memory.cards import card_size
 from qlora_rl.memory.choice import SLEEPS, WAYS, Way
 from qlora_rl.memory.pace import Pace, pace_of
 from qlora_rl.memory.plan import GIB, MemoryEstimate, largest_length, plan_memory
-from qlora_rl.memory.shape import check_supported, read_config, stored_spec
+from qlora_rl.memory.shape import check_supported, read_config, stored_base, stored_spec
 
 TASKS = ("grpo", "rloo", "sft", "dpo")
 _SAMPLING = ("grpo", "rloo")
@@ -44,6 +44,11 @@ _PER_STEP = {"grpo": 64, "rloo": 64, "sft": 32, "dpo": 32}
 _GENERATIONS = 8
 # Where a CPU samples: completions of a step, and tokens of a completion where no length was asked for.
 _ON_CPU, _LONGEST_ON_CPU = 16, 128
+
+_CALIBRATED = (
+    "closer to the 16-bit model: codes chosen by a text (of 135 M parameters, KL on prose 0.17 instead of 0.57 nats a "
+    "token, docs/base.md)"
+)
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,7 @@ class Recommendation:
         lora: of PEFT's LoraConfig.
         config: of TRL's config for the task.
         trainer: of our trainer.
-        reasons: why, by the name of the argument.
+        reasons: why, by the name of the argument; and "calibrate", where that can be had.
         `estimate`: memory estimate of such a run.
     """
 
@@ -223,6 +228,10 @@ def recommend(
     if task in _SAMPLING and gpu_memory is not None:
         trainer["gpu_memory"] = gpu_memory
     reasons = _reasons(task, device, estimate, max_length, function_limit(config_of_model))
+    if (made := stored_base(model)) is not None:
+        reasons["quant"] = "as the base is stored" + (f"; {made.measured}" if made.measured else "")
+    elif spec.is_4bit and not getattr(config_of_model, "quantization_config", None):
+        reasons["calibrate"] = _CALIBRATED
     if is_slow:
         why = f"no GPU here: {per_step} completions per step instead of {_PER_STEP[task]}"
         reasons["gradient_accumulation_steps"] = f"{why} (docs/situations.md)"
@@ -322,9 +331,7 @@ def _reasons(
     if task in _SAMPLING and limit is not None and estimate.request.max_length == limit.length < wished:
         length = f"not {wished}: beyond, {limit.why}"
     return {
-        "quant": "NormalFloat: more accurate than FP4 or int4 at the same size (QLoRA, table 4)"
-        if estimate.request.spec.quant_type == "nf4"
-        else "as the base is stored",
+        "quant": "NormalFloat: more accurate than FP4 or int4 at the same size (QLoRA, table 4)",
         "double_quant": "saves 0.37 bits per weight at no loss (QLoRA, section 3)",
         "quantize_experts": "16-bit experts do not fit, once for the trainer and once for the engine "
         "(docs/mixtures.md)",

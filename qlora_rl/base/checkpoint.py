@@ -16,7 +16,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +45,8 @@ from qlora_rl.base.unsupported_configs import check_function, note_function
 from qlora_rl.base.writer import embedding_rows, read_tokenizer, require_writable, write_checkpoint, write_tokenizer
 from qlora_rl.documents import read_object
 from qlora_rl.errors import BaseIncompleteError, ConfigConflictError, QloraRLError, UnsupportedQuantError
-from qlora_rl.stages import begin, ended
+from qlora_rl.locks import replace_file
+from qlora_rl.stages import begin, ended, remark
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -169,7 +170,7 @@ def prepare_base(
             )
         if out is not None and Path(out).resolve() != source.resolve():
             raise ConfigConflictError(f"preparing a base: {source} is a prepared base already. Copy it to {out}.")
-        choice.check_made(base.calibrated_on, f"{source} is a prepared base already")
+        choice.check_made(base, f"{source} is a prepared base already")
         return base
     method = _quant_method(source)
     if method is not None and not method.startswith("bitsandbytes-4bit"):
@@ -205,7 +206,12 @@ def prepare_base(
         return written
 
     name = Path(os.fspath(model)).name if source == Path(model) else os.fspath(model).replace("/", "--")
-    return _publish(name, choice.label(spec), inputs, out, write, source=os.fspath(model), choice=choice)
+    made = _publish(name, choice.label(spec), inputs, out, write, source=os.fspath(model), choice=choice)
+    if method is not None:
+        return made
+    return _measured_since(
+        made, choice, lambda: _measure(made, _load_source(source, trust_remote_code), None, trust_remote_code)
+    )
 
 
 @ended()
@@ -230,17 +236,35 @@ def measure_quantisation(
     prepared = open_base(base)
     directory = _local_directory(os.fspath(source), revision)
     begin(f"measuring how far {base} is from {source}")
-    model, stored = _load_source(directory, trust_remote_code), StoredTensors(prepared.path)
-    tokenizer = read_tokenizer(None, prepared.path, trust_remote_code)
+    return _measure(prepared, _load_source(directory, trust_remote_code), text, trust_remote_code)
+
+
+def _measure(base: PreparedBase, model: Any, text: Sequence[Row] | None, trust_remote_code: bool) -> Measured:
+    stored, tokenizer = StoredTensors(base.path), read_tokenizer(None, base.path, trust_remote_code)
 
     def decoded(names: Sequence[str], _: Any) -> dict[str, torch.Tensor]:
         return {name: each.dequantised() for name in names if (each := stored.read_4bit(name)) is not None}
 
     coded = [name for name in stored if f"{name}.absmax" in stored]
     ids = token_sequences(shipped_text(held_out=True) if text is None else text, tokenizer, model)
-    found = quantise_by_blocks(model, prepared.spec, coded, decoded, held_out=ids)
+    found = quantise_by_blocks(model, base.spec, coded, decoded, held_out=ids)
     assert found is not None
     return found
+
+
+def _measured_since(made: PreparedBase, choice: Calibration, measure: Callable[[], Measured]) -> PreparedBase:
+    """A base that was there before is measured now, where that is asked for, and its manifest says so."""
+    if made.measured is not None or not choice.is_due:
+        return made
+
+    def measured() -> Measured:
+        found, file = measure(), made.path / MANIFEST
+        replace_file(file, json.dumps(read_object(file) | {"measured": found.as_dict()}, indent=1).encode())
+        return found
+
+    begin(f"measuring how far {made} is from its source")
+    choice.try_to_measure(measured)
+    return replace(made, measured=choice.measured)
 
 
 def _load_source(source: Path, trust_remote_code: bool) -> Any:
@@ -283,7 +307,7 @@ def _prepare_object(
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     known = getattr(base, "qlora_base", None)
     if isinstance(known, PreparedBase) and out is None:
-        choice.check_made(known.calibrated_on, f"the model is that of the prepared base {known}")
+        choice.check_made(known, f"the model is that of the prepared base {known}")
         return open_base(known)
     check_vision_type(base.config)
     check_function(base.config)
@@ -307,7 +331,8 @@ def _prepare_object(
         return written
 
     name, label = Path(origin).name, choice.label(written)
-    return _publish(name, label, inputs, out, write, source=f"model object ({origin})", choice=choice)
+    made = _publish(name, label, inputs, out, write, source=f"model object ({origin})", choice=choice)
+    return made if live.is_4bit else _measured_since(made, choice, lambda: _measure(made, base, None, False))
 
 
 def open_base(path: str | os.PathLike[str], *, verify: bool = True) -> PreparedBase:
@@ -546,6 +571,9 @@ def _publish(
             raise ConfigConflictError(f"preparing a base: {target} {held}. Choose another directory or remove it.")
         return base
     require_writable(target.parent)
+    keep = target.with_name(f".{target.name}.chosen-{inputs[:16]}")
+    if choice is not None:
+        choice.keep = keep
     with _exclusive(target.parent / f".{target.name}.lock"):
         if (target / MANIFEST).is_file():
             return open_base(target)
@@ -585,8 +613,12 @@ def _publish(
                 target.rmdir() if out is not None else shutil.rmtree(target)
             os.rename(staging, target)
             _fsync(target.parent)
+            for kept in target.parent.glob(f".{target.name}.chosen-*"):
+                shutil.rmtree(kept, ignore_errors=True)
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)
+            if keep.is_dir():
+                remark(f"the codes that are chosen by now are kept in {keep}, and the same call goes on from there")
             raise
     logger.info("prepared %s (%s) in %s", source, label, target)
     text, measured = (None, None) if choice is None else (choice.digest, choice.measured)

@@ -125,7 +125,7 @@ def run(arguments: argparse.Namespace) -> int:
     with loading("qlora_rl.adapter.initialization", runs_files=arguments.trust_remote_code):
         from qlora_rl.memory.pace import pace_of
         from qlora_rl.memory.plan import largest_length, plan_memory
-        from qlora_rl.memory.shape import check_supported, read_config, stored_spec
+        from qlora_rl.memory.shape import check_supported, read_config, stored_base, stored_spec
 
         # What is wrong with the model or its directory is said before seconds of imports.
         spec = stored_spec(
@@ -170,14 +170,19 @@ def run(arguments: argparse.Namespace) -> int:
         host_memory_gib=arguments.host_memory,
     )
     longest = largest_length(estimate) if arguments.gpu_memory is not None else None
+    base = stored_base(arguments.model) if arguments.quant is None else None
+    measured = None if base is None else base.measured
     if arguments.json:
         found = estimate.as_dict() | {"longest_max_length": longest}
         found["savings"] = [vars(saving) for saving in estimate.savings()]
+        found["measured"] = None if measured is None else measured.as_dict()
         if estimate.request.device == "cpu":
             found["processor"] = processor().as_dict()
         print(json.dumps(found, indent=1))
         return 0 if estimate.fits else DOES_NOT_FIT
     print(estimate)
+    if measured is not None:
+        print(f"\nbase: {measured}")
     if estimate.request.device == "cpu":
         print(f"\nprocessor: {processor()}")
     sequences, tokens = estimate.cache_sequences, estimate.cache_tokens

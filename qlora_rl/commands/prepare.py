@@ -86,5 +86,5 @@ def run(arguments: argparse.Namespace) -> int:
     if base.measured is not None:
         print(base.measured)
     elif base.spec.is_4bit and arguments.measure:
-        print("how far it is from its source was not measured: the base was made before, or the log says why")
+        print("how far it is from its source was not measured: its source is in 4 bits too, or the log says why")
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -16,7 +17,7 @@ from qlora_rl.config.findings import Finding, choices, elsewhere, misfit, neares
 from qlora_rl.config.paths import all_uses, split_reward
 from qlora_rl.config.schema import ALIASES, KINDS, TABLES, TRAIN, Reward, RunConfig, Table, options
 from qlora_rl.config.trl_fields import LIMITS
-from qlora_rl.data.files import DATA_FILES, check_files, is_file
+from qlora_rl.data.files import DATA_FILES, check_files, is_file, not_utf8
 from qlora_rl.data.rows import placeholders
 
 # What others call a way to train, and what comes closest to it here.
@@ -217,7 +218,14 @@ def _look_at_text(file: Any) -> list[str]:
         return []
     if not os.path.isfile(file):
         return [f"there is no file {file} (a path that is not absolute counts from the directory of the run's file)"]
-    return check_files([file]) if file.endswith(DATA_FILES) else []
+    if file.endswith(DATA_FILES):
+        return check_files([file])
+    try:
+        return [] if Path(file).read_text(encoding="utf-8").strip() else [f"{file} holds no text"]
+    except UnicodeDecodeError as error:
+        return [not_utf8(file, error)]
+    except OSError as error:
+        return [f"{file} cannot be read: {error.strerror}"]
 
 
 _LOOKS: Mapping[str, Callable[[Any], list[str]]] = {

@@ -9,7 +9,7 @@ from typing import Any
 
 from qlora_rl.data.files import ANSWERS, DATA_FILES, PROMPTS, not_utf8
 from qlora_rl.data.load import read_file
-from qlora_rl.data.rows import as_conversation
+from qlora_rl.data.rows import as_conversation, filled
 from qlora_rl.errors import ConfigConflictError
 
 _MOST = 1024  # rows
@@ -26,7 +26,7 @@ def calibration_rows(file: str) -> list[Any]:
     if not os.path.isfile(file):
         raise ConfigConflictError(f"{doing}: there is no file {file}. Pass text, or a {', '.join(DATA_FILES)} file.")
     if Path(file).suffix in DATA_FILES:
-        rows = read_file(file, doing)
+        rows = read_file(file, doing, "calibrate")
         return [_spoken(row) for row in rows.select(range(min(len(rows), _MOST)))]
     try:
         return [Path(file).read_text(encoding="utf-8")]
@@ -41,6 +41,8 @@ def _spoken(row: Mapping[str, Any]) -> Any:
     if "messages" in said:
         return said["messages"]
     question = next((row[name] for name in PROMPTS if isinstance(row.get(name), str)), None)
+    if isinstance(row.get("instruction"), str) and isinstance(row.get("input"), str):  # Alpaca's
+        question = filled("{instruction}\n\n{input}", row)
     answer = next((row[name] for name in ANSWERS if isinstance(row.get(name), str)), None)
     asked = said.get("prompt") or ([] if question is None else [{"role": "user", "content": question}])
     if asked and "text" not in row:

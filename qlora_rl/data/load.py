@@ -73,8 +73,13 @@ def read_rows(data: Data) -> Any:
     return _load(data.train, data.split, "[data] train", data.subset, data.revision)
 
 
-def read_file(file: str, doing: str) -> Any:
+def read_file(file: str, doing: str, place: str = "--data") -> Any:
     """The rows of a local file as [data] reads it: columns, names and rows, with images as they are stored.
+
+    Args:
+        file: its path.
+        doing: begins the message of an error.
+        place: the option that names the file.
 
     Raises:
         ConfigConflictError: it cannot be read; says why.
@@ -83,7 +88,7 @@ def read_file(file: str, doing: str) -> Any:
 
     if wrong := check_files([file]):
         raise collected(doing, wrong, ConfigConflictError)
-    found = _load(file, "train", "--data")
+    found = _load(file, "train", place)
     for name, kind in found.features.items():
         if isinstance(kind, Image):
             found = found.cast_column(name, Image(decode=False))

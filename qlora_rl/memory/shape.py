@@ -17,7 +17,7 @@ import torch
 
 from qlora_rl.adapter.shape import adapter_shapes
 from qlora_rl.base.attention.choice import softcap_of
-from qlora_rl.base.checkpoint import MANIFEST, models_are_whole, open_base
+from qlora_rl.base.checkpoint import MANIFEST, PreparedBase, models_are_whole, open_base
 from qlora_rl.base.experts import NAMINGS, experts_as_linears, is_mixture
 from qlora_rl.base.hub import hub_reachable, is_local, missing_path, why_missing
 from qlora_rl.base.model_classes import VISION_TYPES, adaptable, auto_class, takes_images, vision_parts
@@ -259,9 +259,14 @@ def stored_spec(
 ) -> QuantSpec:
     """How a prepared base is held; for anything else, or where `quant` says so, the spec that it would be prepared
     with."""
-    if quant is None and (Path(model) / MANIFEST).is_file():
-        return open_base(model, verify=False).spec
+    if quant is None and (base := stored_base(model)) is not None:
+        return base.spec
     return QuantSpec(quant or "nf4", double_quant, quantize_experts=quantize_experts, quantize_tower=quantize_tower)
+
+
+def stored_base(model: str | os.PathLike[str]) -> PreparedBase | None:
+    """A prepared base, of which only the manifest is read; `None` for anything else."""
+    return open_base(model, verify=False) if (Path(model) / MANIFEST).is_file() else None
 
 
 def skeleton(config: Any) -> torch.nn.Module:

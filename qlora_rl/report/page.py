@@ -22,7 +22,7 @@ from .outcomes import draw_evaluation, draw_rollouts, draw_samples
 from .parts import download, object_in, pairs, section, table
 from .quantities import ABSENT, factor, finite, octets, plain, seconds, share
 from .run import Run, read_run, summarise
-from .sentences import Facts, concerns, fidelity_sentence, headline, peak_sentence, unverified_sentence
+from .sentences import Facts, base_sentence, concerns, fidelity_sentence, headline, peak_sentence, unverified_sentence
 from .times import draw_time
 
 _SECRET = re.compile(r"(?i)(?:^|[_.-])(?:api[_-]?key|(?:hf|auth|access|bearer)[_-]?token|secret|password)$")
@@ -125,7 +125,8 @@ def _draw_top(run: Run, facts: Facts, *, is_live: bool) -> Markup:
         tag("div", tag("span", state, class_=f"chip {run.status}"), tag("span", run.name),
             tag("span", model) if model else None, class_="meta"),
         tag("h1", headline(run, facts)),
-        tag("p", sentence, class_="lead") if (sentence := fidelity_sentence(run, facts)) else None,
+        *(tag("p", sentence, class_="lead") for sentence in (fidelity_sentence(run, facts), base_sentence(run))
+          if sentence),
         _notes(notes) if notes else None,
         _draw_tiles(run, facts),
         tag("details", tag("summary", f"New to this? {'Eight' if run.is_online else 'Four'} words that the page "

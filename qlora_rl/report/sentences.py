@@ -8,7 +8,8 @@ from math import pi, sqrt
 from statistics import fmean
 
 from .charts import smooth
-from .quantities import plain, seconds, share
+from .parts import object_in
+from .quantities import finite, plain, seconds, share
 from .run import Run, end_window
 
 MISMATCH_BAR = 0.015  # prime-rl's merge bar: a new model must stay below this mismatch KL
@@ -170,6 +171,16 @@ def fidelity_sentence(run: Run, facts: Facts) -> str | None:
         f"Trainer and sampler stayed together: median mismatch KL {plain(middle)}, {times} times below the "
         f"{MISMATCH_BAR} that prime-rl, another RL library, sets as the bar for a new model."
     )
+
+
+def base_sentence(run: Run) -> str | None:
+    """What 4 bits have cost the base, in one sentence; `None` where it was not measured."""
+    measured = object_in(object_in(run.config, "base"), "measured")
+    kl, before, after = (finite(measured.get(name)) for name in ("kl", "perplexity_source", "perplexity_base"))
+    if kl is None:
+        return None
+    told = "" if before is None or after is None else f": perplexity {plain(after)} instead of {plain(before)}"
+    return f"The base is a KL of {plain(kl)} nats a token away from the model that it was made from{told}."
 
 
 def _stale_sentence(run: Run, oldest: float, middle: float) -> str:

@@ -1,6 +1,11 @@
 """Codes that are chosen by what layers see, with real bitsandbytes, and what a base costs."""
 
 import json
+import shutil
+import signal
+import subprocess
+import sys
+import tomllib
 
 import pytest
 import torch
@@ -8,7 +13,9 @@ from safetensors.torch import load_file
 from support import make_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from qlora_rl import ConfigConflictError, QuantSpec, load_base, prepare_base
+from qlora_rl import ConfigConflictError, QuantSpec, load_base, prepare_base, recommend
+from qlora_rl.base import checkpoint
+from qlora_rl.base.calibration import blocks
 from qlora_rl.base.calibration.blocks import chooser, quantise_by_blocks
 from qlora_rl.base.calibration.codes import choose_codes, weighted_error
 from qlora_rl.base.calibration.text import digest_rows, shipped_text, token_sequences
@@ -275,6 +282,68 @@ def test_a_base_that_cannot_be_measured_is_prepared_all_the_same(model_dir, base
     assert all(torch.equal(before[name], value) for name, value in after.items())
 
 
+def test_a_base_that_was_made_before_is_measured_where_that_is_asked_for(model_dir, base, tmp_path):
+    out = tmp_path / "base"
+    assert prepare_base(model_dir, out=out).measured is None
+    found = prepare_base(model_dir, out=out, measure=True).measured
+    assert found == open_base(out).measured == measure_quantisation(base, model_dir)
+    assert prepare_base(out, measure=True).measured == found
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype="auto")
+    prepare_base(model, out=tmp_path / "object")
+    assert prepare_base(model, out=tmp_path / "object", measure=True).measured == found
+    for made in (base.path, load_base(base)):
+        with pytest.raises(ConfigConflictError, match="measure=True does not know its source"):
+            prepare_base(made, measure=True)
+
+
+@pytest.mark.parametrize("last", ["in the middle of a block", "after a block"])
+def test_a_calibration_that_was_killed_goes_on_where_it_was(last, calibrated, model_dir, tmp_path, monkeypatch):
+    """With bits that are those of one that was not interrupted."""
+    whole, out = {"in the middle of a block": 6, "after a block": 4}[last], tmp_path / "base"
+    code = f"""
+import os, signal
+from qlora_rl import prepare_base
+from qlora_rl.base.calibration import blocks
+calls, choose = [], blocks.choose_codes
+def counted(*arguments):
+    calls.append(arguments)
+    if len(calls) > {whole}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return choose(*arguments)
+blocks.choose_codes = counted
+prepare_base({str(model_dir)!r}, calibrate={ROWS!r}, out={str(out)!r})
+"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == -signal.SIGKILL
+    (kept,) = tmp_path.glob(".base.chosen-*")
+    assert len(list(kept.iterdir())) == whole
+    shutil.copytree(kept, tmp_path / ".base.chosen-of-another-text")
+    damaged = next(kept.glob("model.layers.0.mlp.down_proj*"))
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    calls = []
+    monkeypatch.setattr(blocks, "choose_codes", lambda *given: calls.append(given) or choose_codes(*given))
+    again = prepare_base(model_dir, calibrate=ROWS, out=out)
+    assert len(calls) == 8 - whole + 1
+    assert (again.identity, again.inputs, again.measured) == (
+        calibrated.identity, calibrated.inputs, calibrated.measured
+    )  # fmt: skip
+    names = [file.name for file in calibrated.path.iterdir() if file.name != MANIFEST]
+    assert sorted(names) == sorted(file.name for file in out.iterdir() if file.name != MANIFEST)
+    assert all((calibrated.path / name).read_bytes() == (out / name).read_bytes() for name in names)
+    assert not list(tmp_path.glob(".base.chosen-*"))
+
+
+def test_what_another_text_has_chosen_is_not_taken(calibrated, model_dir, tmp_path, monkeypatch):
+    def interrupted(names):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "fingerprint_stored", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            prepare_base(model_dir, calibrate=ROWS[:1], out=tmp_path / "base")
+    assert len(list(tmp_path.glob(".base.chosen-*/*"))) == 8
+    assert prepare_base(model_dir, calibrate=ROWS, out=tmp_path / "base").identity == calibrated.identity
+
+
 def test_the_shipped_text_is_small_and_of_several_kinds():
     rows, held_out = shipped_text(), shipped_text(held_out=True)
     assert 20 <= len(rows) <= 24
@@ -292,6 +361,8 @@ def test_the_shipped_text_is_small_and_of_several_kinds():
         ({"prompt": [{"role": "user", "content": "p"}], "answer": "4"}, [("user", "p"), ("assistant", "4")]),
         ({"prompt": "p", "chosen": "c", "rejected": "r"}, [("user", "p"), ("assistant", "c")]),
         ({"question": "q", "answer": "a"}, [("user", "q"), ("assistant", "a")]),
+        ({"instruction": "i", "input": "x", "output": "o"}, [("user", "i\n\nx"), ("assistant", "o")]),
+        ({"instruction": "i", "input": "", "output": "o"}, [("user", "i"), ("assistant", "o")]),
         ({"title": "t", "body": "b"}, "t\n\nb"),
     ],
 )
@@ -310,6 +381,9 @@ def test_any_other_file_is_calibrated_on_as_text(tmp_path):
         calibration_rows(str(tmp_path / "text.txt"))
     with pytest.raises(ConfigConflictError, match="there is no file"):
         calibration_rows(str(tmp_path / "nothing.txt"))
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\nno JSON\n')
+    with pytest.raises(ConfigConflictError, match=r"calibrate: .*rows\.jsonl:2 is no JSON"):
+        calibration_rows(str(tmp_path / "rows.jsonl"))
 
 
 def test_the_command_calibrates_on_a_file_and_prints_how_far_the_base_is_from_its_source(model_dir, tmp_path, capsys):
@@ -322,6 +396,26 @@ def test_the_command_calibrates_on_a_file_and_prints_how_far_the_base_is_from_it
     assert "KL to its source" in capsys.readouterr().out
     assert main(["prepare", str(model_dir), str(tmp_path / "silent"), "--no-measure"]) == 0
     assert "KL to its source" not in capsys.readouterr().out
+
+
+def test_recommend_and_plan_name_what_was_measured_and_what_can_be_calibrated(
+    base, calibrated, model_dir, tmp_path, capsys
+):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"question": "1 + 1?", "answer": "2"}) + "\n")
+    for model, said in ((calibrated.path, str(calibrated.measured)), (base.path, ""), (model_dir, "")):
+        advice = recommend(model)
+        assert ("calibrate" in advice.reasons) == (model == model_dir)
+        assert said in advice.reasons["quant"]
+        assert ("KL" in advice.reasons["quant"]) == bool(said)
+        assert main(["recommend", str(model), "--data", str(rows), "--toml"]) == 0
+        file = capsys.readouterr().out
+        assert ("\n# calibrate = true  # " in file) == (model == model_dir)
+        assert tomllib.loads(file.replace("\n# calibrate", "\ncalibrate"))["base"]["quant"] == "nf4"
+        assert main(["plan", str(model)]) == 0
+        assert ("KL to its source" in capsys.readouterr().out) == bool(said)
+    assert main(["plan", str(calibrated.path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["measured"] == calibrated.measured.as_dict()
 
 
 def test_sums_are_shared_by_linears_with_one_input(model_dir):

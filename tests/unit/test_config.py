@@ -557,6 +557,18 @@ def test_a_data_file_that_is_none_is_found_by_its_first_line(content, said, tmp_
     assert any(said in reason for reason in reasons(written(tmp_path, with_field("data", "train", str(data)))))
 
 
+@pytest.mark.parametrize(
+    ("content", "said"), [(b"", "holds no text"), (b" \n", "holds no text"), (b"caf\xe9", "is not in UTF-8")]
+)
+def test_a_file_without_text_is_nothing_to_calibrate_on(content, said, tmp_path):
+    (text := tmp_path / "text.txt").write_bytes(content)
+    (found,) = reasons(written(tmp_path, with_field("base", "calibrate", str(text))), asks_trl=False)
+    assert found.startswith("[base] calibrate: ")
+    assert said in found
+    text.write_text("text")
+    read_config(written(tmp_path, with_field("base", "calibrate", str(text))), asks_trl=False)
+
+
 # --- what is right --------------------------------------------------------------------------------------------------
 
 

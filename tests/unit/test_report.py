@@ -470,6 +470,14 @@ def test_memory_and_proof_of_the_base_are_in_the_details(tmp_path):
     assert re.search(r"repaired</th><td>21", details)
 
 
+@pytest.mark.parametrize("measured", [None, {"kl": 0.092, "perplexity_source": 12.9, "perplexity_base": 13.4}, 7])
+def test_what_4_bits_cost_the_base_is_said_where_it_was_measured(measured, tmp_path):
+    page = read_page(make_run(tmp_path / "a", config={"base": {"quant_type": "nf4", "measured": measured}}))
+    said = "a KL of 0.092 nats a token away from the model that it was made from: perplexity 13.4 instead of 12.9"
+    assert (said in page) == isinstance(measured, dict)
+    assert ("away from the model" in page) == isinstance(measured, dict)
+
+
 # --- live -------------------------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ import functools
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ from qlora_rl.base.attention.choice import attention_for
 from qlora_rl.base.calibration.codes import choose_codes
 from qlora_rl.base.experts import LinearExperts, Names, naming_of
 from qlora_rl.base.quant import QuantSpec
+from qlora_rl.base.reader import read_4bit
 from qlora_rl.errors import UnsupportedQuantError
+from qlora_rl.locks import replace_file
 from qlora_rl.stages import count
 
 logger = logging.getLogger(__name__)
@@ -94,8 +97,8 @@ def quantise_by_blocks(
                 for arguments, named in given[: len(text)]:
                     block(*arguments, **named)
                     seen.forget()
-            for names, moments_II in seen.groups():
-                for name, weight in quantise(names, moments_II).items():
+            for group in seen.groups():
+                for name, weight in quantise(*group).items():
                     linears[name].weight.data = weight.to(linears[name].weight.device)
             base = [block(*arguments, **named) for arguments, named in given]
             left_out += seen.left_out
@@ -106,18 +109,49 @@ def quantise_by_blocks(
 
 
 def chooser(
-    spec: QuantSpec, weights: Mapping[str, torch.Tensor], found: dict[str, dict[str, torch.Tensor]]
+    spec: QuantSpec,
+    weights: Mapping[str, torch.Tensor],
+    found: dict[str, dict[str, torch.Tensor]],
+    keep: Path | None = None,
 ) -> Quantise:
-    """A `Quantise` that chooses codes, and puts what is to be stored into `found`, by the names of weights."""
+    """A `Quantise` that chooses codes, and puts what is to be stored into `found`, by the names of weights.
+
+    Args:
+        spec: of the base.
+        weights: all that are to be quantised.
+        found: is filled.
+        keep: a directory for what was chosen, and where an earlier call has left it: for the same weights, spec and
+            text.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file, save
 
     def quantise(names: Sequence[str], moments_II: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        if keep is not None:
+            with contextlib.suppress(OSError, SafetensorError):
+                kept = load_file(keep / f"{names[0]}.safetensors")
+                for name in names:
+                    start = name.removesuffix("weight")
+                    found[name] = {k.removeprefix(start): value for k, value in kept.items() if k.startswith(name)}
+                return decoded(names, found)
         device = "cpu" if moments_II is None else moments_II.device
         held = [weights[name].to(device) for name in names]
         chosen = dict(zip(names, choose_codes(held, spec, moments_II), strict=True))
         found.update({name: each.tensors for name, each in chosen.items()})
+        if keep is not None:
+            keep.mkdir(exist_ok=True)
+            parts = [(name.removesuffix("weight"), found[name]) for name in names]
+            stored = {f"{start}{key}": value for start, part in parts for key, value in part.items()}
+            replace_file(keep / f"{names[0]}.safetensors", save(stored))
         return {name: each.weight for name, each in chosen.items()}
 
     return quantise
+
+
+def decoded(names: Sequence[str], found: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """What quantised weights stand for, float32 [O, I]."""
+    stored = {name: read_4bit(found[name], "weight") for name in names}
+    return {name: each.dequantised() for name, each in stored.items() if each is not None}
 
 
 def _measured(replay: _Replay, held_out: Sequence[Sequence[int]], source: Any, base: Any) -> Measured | None:
@@ -266,8 +300,9 @@ class _Seen:
 
     def groups(self) -> Iterator[tuple[list[str], torch.Tensor | None]]:
         """Names of the weights with one input x, and the sum of x x^T; in the order of their calls."""
-        for first, moments_II in self._moments.items():
-            yield [name for name, other in self._first.items() if other == first], moments_II
+        for first in list(self._moments):
+            names = [name for name, other in self._first.items() if other == first]
+            yield names, self._moments.pop(first)  # each is as large as a matrix of the block, or larger
         for name in self._linears:
             if name not in self._first:
                 yield [name], None

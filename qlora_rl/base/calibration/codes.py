@@ -52,14 +52,14 @@ def choose_codes(
         moments_II: H, or a multiple of it; `None` where no input was seen.
         scales: that are tried.
     """
-    W_OI = torch.cat([weight.float() for weight in weights])
     if moments_II is None:
-        order_I = torch.arange(W_OI.shape[1], device=W_OI.device)
+        order_I = torch.arange(weights[0].shape[1], device=weights[0].device)
+        factor_II = torch.eye(len(order_I), device=order_I.device)
     else:
         order_I = _order(moments_II.diagonal(), spec.blocksize)
-        moments_II = moments_II[order_I][:, order_I]
-    feedback = _Feedback(weights, spec, _factor(moments_II, W_OI), scales)
-    codes_OI, Q_OI, absmax = feedback.run(W_OI[:, order_I], order_I)
+        factor_II = _factor(moments_II[order_I][:, order_I])
+    feedback = _Feedback(weights, spec, factor_II, scales)
+    codes_OI, Q_OI, absmax = feedback.run(torch.cat([weight.float() for weight in weights]).T[order_I], order_I)
     rows = [weight.shape[0] for weight in weights]
     return [
         Chosen(feedback.tensors(number, codes, absmax), Q)
@@ -83,21 +83,25 @@ def weighted_error(weight_OI: torch.Tensor, quantised_OI: torch.Tensor, moments_
     return float((difference @ moments_II * difference).sum(dtype=torch.float64))
 
 
-def _factor(moments_II: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """Upper Cholesky factor of the inverse of H.
+def _factor(moments_II: torch.Tensor) -> torch.Tensor:
+    """Upper Cholesky factor of the inverse of H, which is written to: several of its size are what a block takes most
+    memory for.
 
     Inputs that were zero throughout count as an average one that goes with no other.
     """
-    if moments_II is not None and bool((moments_II.diagonal() > 0).any()):
-        diagonal = moments_II.diagonal()
+    diagonal = moments_II.diagonal().clone()
+    if bool((diagonal > 0).any()):
         mean = diagonal[diagonal > 0].mean()
         for share in _DAMPING:
-            damped = moments_II + torch.diag(torch.where(diagonal > 0, share * mean, mean))
-            lower, failed = torch.linalg.cholesky_ex(damped)
-            upper, failed_again = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            moments_II.diagonal().copy_(diagonal + torch.where(diagonal > 0, share * mean, mean))
+            lower, failed = torch.linalg.cholesky_ex(moments_II)
+            inverse = torch.cholesky_inverse(lower)
+            del lower
+            upper, failed_again = torch.linalg.cholesky_ex(inverse, upper=True)
+            del inverse
             if not failed and not failed_again and bool(upper.isfinite().all()):
                 return upper
-    return torch.eye(like.shape[1], device=like.device)
+    return torch.eye(len(diagonal), device=diagonal.device)
 
 
 class _Feedback:
@@ -124,11 +128,10 @@ class _Feedback:
         if spec.double_quant:
             self._grids = [ScaleGrid.of(_absmax(weight.float(), spec.blocksize).flatten()) for weight in weights]
 
-    def run(self, W_OI: torch.Tensor, order_I: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def run(self, W_IO: torch.Tensor, order_I: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Codes [O, I] uint8, what they stand for [O, I], and what is stored of the scales [O, blocks]; columns of the
-        weights are in another order, of the results in their own."""
-        size, spec = W_OI.shape[1], self._spec
-        W_IO = W_OI.T.contiguous()
+        weights, which are written to, are in another order, of the results in their own."""
+        size, spec = len(W_IO), self._spec
         codes_IO, Q_IO = torch.empty_like(W_IO, dtype=torch.uint8), torch.empty_like(W_IO)
         stored: dict[int, torch.Tensor] = {}
         for start in range(0, size, _COLUMNS):

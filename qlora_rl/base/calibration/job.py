@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from qlora_rl.base.calibration.blocks import Measured, chooser, quantise_by_blocks
+from qlora_rl.base.calibration.blocks import Measured, chooser, decoded, quantise_by_blocks
 from qlora_rl.base.calibration.text import Row, digest_rows, shipped_text, token_sequences
 from qlora_rl.base.quant import QuantSpec, quantize_linear
-from qlora_rl.base.reader import read_4bit
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.stages import begin
 
@@ -26,12 +26,15 @@ class Calibration:
 
     Args:
         rows: `None` quantises plainly.
-        measures: how far the base is from its source.
+        measure: how far the base is from its source; `None` does so where there are rows.
         spec: of the base.
     """
 
-    def __init__(self, rows: Sequence[Row] | None, measures: bool, spec: QuantSpec) -> None:
-        self._rows, self._measures, self._spec = rows, measures and spec.is_4bit, spec
+    def __init__(self, rows: Sequence[Row] | None, measure: bool | None, spec: QuantSpec) -> None:
+        self._rows, self._asked, self._spec = rows, measure, spec
+        self._measures = spec.is_4bit and (rows is not None if measure is None else measure)
+        self._is_done = False  # it has quantised, or has tried to measure
+        self.keep: Path | None = None  # directory for what is quantised, from which an interrupted calibration goes on
         self.measured: Measured | None = None
         self.digest = None if rows is None else digest_rows([*rows, _METHOD])
 
@@ -45,18 +48,23 @@ class Calibration:
                 "FILE."
             )
         if calibrate is None or calibrate is False:
-            return cls(None, bool(measure), spec)
+            return cls(None, measure, spec)
         if not spec.is_4bit:
             raise ConfigConflictError(
                 f"preparing a base: quant='none' has no codes that calibrate could choose ({spec.compute_dtype}). "
                 "Leave calibrate out, or use quant='nf4'."
             )
         rows = shipped_text() if calibrate is True else list(calibrate)
-        return cls(rows, measure is not False, spec)
+        return cls(rows, measure, spec)
 
     def label(self, spec: QuantSpec) -> str:
         """Of a base of that spec, for a directory."""
         return spec.label + ("" if self._rows is None else "-calibrated")
+
+    @property
+    def is_due(self) -> bool:
+        """It is to measure, and has not."""
+        return self._measures and not self._is_done
 
     @property
     def digests(self) -> list[str]:
@@ -69,13 +77,23 @@ class Calibration:
         found = {} if self.digest is None else {"calibrated_on": self.digest}
         return found | ({} if self.measured is None else {"measured": self.measured.as_dict()})
 
-    def check_made(self, calibrated_on: str | None, what: str) -> None:
-        """Reject a text for what is quantised already, unless it is the text that it was calibrated on.
+    def check_made(self, made: Any, what: str) -> None:
+        """Reject a text for what is quantised already, unless it is the text that it was calibrated on, and measuring
+        without the source.
+
+        Args:
+            made: the prepared base that it is; `None` for another 4-bit model, which is its own source.
+            what: begins the error.
 
         Raises:
-            ConfigConflictError: begins with `what`.
+            ConfigConflictError: see above.
         """
-        if self.digest is not None and self.digest != calibrated_on:
+        if self._asked and made is not None and made.spec.is_4bit and made.measured is None:
+            raise ConfigConflictError(
+                f"preparing a base: {what}, and measure=True does not know its source. Pass both to "
+                "measure_quantisation, or leave measure out (--no-measure)."
+            )
+        if self.digest is not None and self.digest != getattr(made, "calibrated_on", None):
             raise ConfigConflictError(
                 f"preparing a base: {what}, and its codes cannot be chosen by a text any more. Start from the 16-bit "
                 "original, or leave calibrate out."
@@ -92,27 +110,36 @@ class Calibration:
         def choose(model: Any, weights: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
             if self._rows is None and not self._measures:
                 return {}
+            self._is_done = True
             found: dict[str, dict[str, torch.Tensor]] = {}
             if self._rows is not None:
                 made = tokenizer()
                 held_out = self._held_out(made, model)
                 text = token_sequences(self._rows, made, model)
-                begin(f"choosing its codes by {sum(map(len, text))} tokens of text")
-                quantise = chooser(self._spec, weights, found)
+                again = ", going on where that was interrupted" if self.keep and self.keep.is_dir() else ""
+                begin(f"choosing its codes by {sum(map(len, text))} tokens of text{again}")
+                quantise = chooser(self._spec, weights, found, self.keep)
                 self.measured = quantise_by_blocks(model, self._spec, weights, quantise, text, held_out)
                 return found
             begin("quantising it, and measuring how far it is from its source")
             quantise = _plainly(self._spec, weights, found)
-            try:
-                held_out = self._held_out(tokenizer(), model)
-                self.measured = quantise_by_blocks(model, self._spec, weights, quantise, held_out=held_out)
-            except Exception as error:  # whatever a model finds in text: the base is what was asked for
-                said = f"{type(error).__name__}: {error}".partition("\n")[0]
-                logger.warning("how far the base is from its source was not measured (%s)", said)
-                return {}
-            return found
+            self.try_to_measure(
+                lambda: quantise_by_blocks(
+                    model, self._spec, weights, quantise, held_out=self._held_out(tokenizer(), model)
+                )
+            )
+            return found if self.measured is not None else {}
 
         return choose
+
+    def try_to_measure(self, measure: Callable[[], Measured | None]) -> None:
+        """What fails in it is logged: the base is what was asked for."""
+        self._is_done = True
+        try:
+            self.measured = measure()
+        except Exception as error:  # whatever a model finds in text
+            said = f"{type(error).__name__}: {error}".partition("\n")[0]
+            logger.warning("how far the base is from its source was not measured (%s)", said)
 
     def _held_out(self, tokenizer: Any, model: Any) -> list[list[int]]:
         return token_sequences(shipped_text(held_out=True), tokenizer, model) if self._measures else []
@@ -121,7 +148,6 @@ class Calibration:
 def _plainly(spec: QuantSpec, weights: Mapping[str, torch.Tensor], found: dict[str, dict[str, torch.Tensor]]) -> Any:
     def quantise(names: Sequence[str], _: Any) -> dict[str, torch.Tensor]:
         found.update({name: quantize_linear(weights[name], spec) for name in names})
-        stored = {name: read_4bit(found[name], "weight") for name in names}
-        return {name: each.dequantised() for name, each in stored.items() if each is not None}
+        return decoded(names, found)
 
     return quantise

@@ -177,12 +177,18 @@ class TrainedRun(Resumable, WrappedModel):
     def _describe(self, adapter_dtype: str, facts: dict[str, Any]) -> dict[str, Any]:
         """The content of config.json; `facts` stand between the base and the seed."""
         adapter = {} if is_bare(self.model) else self.model.peft_config[active_adapter(self.model)].to_dict()
+        measured = {} if self.base.measured is None else {"measured": self.base.measured.as_dict()}
         if (start := getattr(self.model, "qlora_start", None)) is not None:
             facts = facts | {"adapter_start": start.kind}
         return {
             "command": type(self).__name__,
             "model": self.base.path.name,
-            "base": {"path": str(self.base.path), "identity": self.base.identity, **self.base.spec.as_dict()},
+            "base": {
+                "path": str(self.base.path),
+                "identity": self.base.identity,
+                **self.base.spec.as_dict(),
+                **measured,
+            },
             **facts,
             "ends": self._ends(),
             "seed": self.args.seed,
