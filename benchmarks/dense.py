@@ -24,7 +24,7 @@ from sync import make_model, merge_cycle, seconds, summary
 
 from qlora_rl import DenseSync, LocalEngine, bake_base, iter_weights, load_base, prepare_base
 from qlora_rl.base.quant import dequantised_weight
-from qlora_rl.bench.live import Live
+from qlora_rl.bench.memory import Live
 from qlora_rl.bench.rounds import measured_at
 from qlora_rl.demo.job import quieten
 from qlora_rl.engine.server import LocalServer

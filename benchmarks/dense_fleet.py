@@ -23,7 +23,7 @@ from dense import adapted
 from sync import make_model, summary
 
 from qlora_rl import DenseSync, RayFleet, ServerEngine, bake_base, connect, prepare_base, start_server
-from qlora_rl.bench.live import Live
+from qlora_rl.bench.memory import Live
 from qlora_rl.bench.rounds import measured_at
 from qlora_rl.demo.job import quieten
 from qlora_rl.train.run import describe_machine, describe_versions

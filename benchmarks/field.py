@@ -398,7 +398,6 @@ CONTENDERS = {
     "torchrl-own": Contender("TorchRL's own `VLLMWeightSyncScheme`", torchrl_own),
     "unsloth": Contender("Unsloth", unsloth),
     "draw-nf4": Contender('**qlora_rl**, `base_compute="nf4"`', _sampler("nf4"), is_sampler=True),
-    "draw-baked": Contender('**qlora_rl**, `base_compute="baked"`', _sampler("baked"), is_sampler=True),
     "draw-stock": Contender("vLLM as it comes, with its bitsandbytes plugin", _sampler("stock"), is_sampler=True),
 }
 

@@ -70,7 +70,7 @@ def measure(way: str, base) -> dict[str, dict]:
 
     import qlora_rl.train.online as online
     from qlora_rl import FakeEngine, QLoRAGRPOTrainer, load_base
-    from qlora_rl.bench.live import Live
+    from qlora_rl.bench.memory import Live
 
     with tempfile.TemporaryDirectory() as directory, FakeEngine(load_base(base), max_model_length=4096) as engine:
         tiles = online.use_small_tiles if way == "ours" else lambda *_: False

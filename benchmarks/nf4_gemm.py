@@ -25,8 +25,7 @@ from qlora_rl.errors import QloraRLError
 def main() -> int:
     from qlora_rl.bench.products import MODELS, SIXTEEN, bench_products, require_gpu
     from qlora_rl.bench.rounds import add_to, described
-    from qlora_rl.engine.linears.gpu_compute import table_of_this_gpu
-    from qlora_rl.engine.linears.kernel_choice import TOKENS
+    from qlora_rl.engine.linears.gpu_compute import TOKENS, table_of_this_gpu
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="(default: all)")

@@ -119,7 +119,7 @@ def job(model, be, name: str) -> dict:
     side."""
     import torch
 
-    from qlora_rl.bench.live import Live
+    from qlora_rl.bench.memory import Live
     from qlora_rl.bench.rounds import compare
 
     longest, least, count, layers, rounds, *shared = JOBS[name]

@@ -142,7 +142,7 @@ def base_proof() -> str:
     return "\n".join(lines)
 
 
-WAYS = {"nf4": '`"nf4"`', "baked": '`"baked"`', "bf16": "16-bit model, vLLM's own way, no adapter"}
+WAYS = {"nf4": '`"nf4"`', "bf16": "16-bit model, vLLM's own way, no adapter"}
 
 
 def _rollouts() -> list[dict]:

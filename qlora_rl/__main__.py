@@ -2,7 +2,7 @@
 
 import sys
 
-from qlora_rl.cli import program
+from qlora_rl.cli import main
 
 if __name__ == "__main__":
-    sys.exit(program())
+    sys.exit(main())

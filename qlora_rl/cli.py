@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from qlora_rl import __version__
@@ -31,15 +31,12 @@ from qlora_rl.commands import (
     verify,
 )
 from qlora_rl.commands.codes import BAD_USAGE, INTERRUPTED, UsageError
-from qlora_rl.engine.loading import as_command, leave_at_once, released
 from qlora_rl.errors import QloraRLError
 from qlora_rl.stages import shown
 
 COMMANDS = (
     demo, train, data, prepare, plan, recommend, verify, serve, bench, judge, report, export, chat, evaluate, doctor,
 )  # fmt: skip
-# They run files of the user's: rewards, tools. So do commands with --trust-remote-code: the model's.
-RUN_FILES = (train.run, data.run, evaluate.run)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,15 +50,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(given[:end])
     if end < len(given):
         arguments.vllm_options = given[end + 1 :]
-    if arguments.run not in RUN_FILES and not getattr(arguments, "trust_remote_code", False):
-        leave_at_once()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     # It warns, at every start on a CPU, of an optional kernel that is not installed.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     # Where it is installed TRL imports it, and on a CPU it says so, on stdout; its import sets its level.
     logging.getLogger("DeepSpeed").addFilter(_is_no_remark_on_the_cpu)
     try:
-        with _stages(arguments.run):
+        with _stages():
             return int(arguments.run(arguments) or 0)
     except QloraRLError as error:
         print(f"qlora-rl: {error}", file=sys.stderr)
@@ -72,18 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("qlora-rl: interrupted", file=sys.stderr)
         return INTERRUPTED
-    finally:
-        released()  # triton prints forty lines about what the interpreter's end does not find
 
 
-def _stages(run: Callable[..., object]) -> contextlib.AbstractContextManager[None]:
-    """Stages are shown, by one process of a launcher's; that of a server is forked."""
-    return shown(beats=run is not serve.run) if os.environ.get("RANK", "0") == "0" else contextlib.nullcontext()
-
-
-def program() -> int:
-    """The command of a shell: `main`, in a process of its own."""
-    return as_command(main)
+def _stages() -> contextlib.AbstractContextManager[None]:
+    """Stages are shown, by one process of a launcher's."""
+    return shown() if os.environ.get("RANK", "0") == "0" else contextlib.nullcontext()
 
 
 def _is_no_remark_on_the_cpu(record: logging.LogRecord) -> bool:
@@ -143,4 +131,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(program())
+    sys.exit(main())

@@ -187,14 +187,6 @@ def keep_few_kernels() -> None:
             os.environ.setdefault(name, capacity)
 
 
-def copies_dtype() -> str:
-    """Torch name of the dtype in which an engine on this processor keeps dequantised copies of 4-bit weights; without a
-    compiler for its kernel that is `multiplies_in`'s.
-    """
-    here = processor()
-    return "bfloat16" if here.codes_kernel else here._bf16_in
-
-
 def _native_dtypes() -> tuple[str, ...]:
     """What torch's own choice of a kernel asks, for each product: is oneDNN on, and does it take the dtype on this
     processor?"""

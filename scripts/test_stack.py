@@ -37,7 +37,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "GRPO on vLLM": ("engine/test_training.py",),
     "the server, its gate, its forked engine": (
         "engine/test_server.py",
-        "engine/test_forked_engine.py",
         "unit/test_serve.py",
     ),
 }

@@ -1,10 +1,8 @@
-"""vLLM's CPU worker, changed as `gpu_worker` changes the one for a GPU, under a clock that likes joined parts."""
-
-from vllm.v1.worker.cpu_worker import CPUWorker
+"""vLLM's CPU worker, changed as the one for a GPU is, under a clock that likes joined parts."""
 
 from qlora_rl.engine.linears.gpu_compute import Table, install_on_gpu
 from qlora_rl.engine.worker import BaseExtension
-from qlora_rl.engine.worker.gpu import Measuring
+from qlora_rl.engine.worker.workers import MeasuringWorker
 
 
 class Clock:
@@ -20,7 +18,7 @@ class Clock:
         return (3.0, 1.0, 2.0)[(self.asked - 1) % 3]
 
 
-class Worker(Measuring, CPUWorker, BaseExtension):
+class Worker(MeasuringWorker, BaseExtension):
     def qlora_install(self, model, most):
         table = Table.open("a card", {}, None)
         return install_on_gpu(model, most, table=table, stopwatch=Clock(), with_triton=False, device="cpu")

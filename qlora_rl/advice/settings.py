@@ -25,9 +25,8 @@ from qlora_rl.engine.compat import may_sleep
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.fidelity import CORRECTION
 from qlora_rl.memory.cards import card_size
-from qlora_rl.memory.choice import SLEEPS, WAYS, Way
 from qlora_rl.memory.pace import Pace, pace_of
-from qlora_rl.memory.plan import GIB, MemoryEstimate, largest_length, plan_memory
+from qlora_rl.memory.plan import GIB, SLEEPS, WAYS, MemoryEstimate, Way, largest_length, plan_memory
 from qlora_rl.memory.shape import check_supported, read_config, stored_base, stored_spec
 
 TASKS = ("grpo", "rloo", "sft", "dpo")
@@ -145,7 +144,7 @@ def recommend(
 
     Where completions are sampled the micro-batch is the one with the shortest estimated step (`memory/pace.py`): a
     larger one trains faster, and leaves less for the KV cache. Otherwise it is the largest that fits. If none does, the
-    plan turns on what only costs time (`memory/choice.py`); then the length is lowered.
+    plan turns on what only costs time (`memory/plan.py`); then the length is lowered.
 
     Args:
         model: checkpoint or base directory, config.json, or hub name; no weight is read.

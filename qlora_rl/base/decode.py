@@ -10,9 +10,6 @@ import torch
 
 from qlora_rl.base.quant import require_bitsandbytes
 
-# In so many rows pairs are looked up, for as many threads: `gather` shares rows among threads.
-SHARES = 8
-
 Decode = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
@@ -64,41 +61,6 @@ def decoder(quant_type: str, blocksize: int) -> Decode | None:
         )
 
     return decode
-
-
-class TableDecoder:
-    """As `decoder`'s function, but two weights at a time out of a table of the 256 bytes.
-
-    bitsandbytes' kernel takes 1.3 ns for a weight where it runs without AVX-512, this one a third of that.
-    `index_select` is the faster kernel with one thread, and has no more than one.
-
-    Args:
-        values: what the 16 codes mean, float32 [16].
-        blocksize: weights per scale.
-        scratch: float32, of as many elements as are decoded at a time.
-    """
-
-    def __init__(self, values: torch.Tensor, blocksize: int, scratch: torch.Tensor) -> None:
-        # The first weight of a byte is its upper half.
-        pairs = torch.stack([values.repeat_interleave(16), values.repeat(16)], dim=1)
-        self._pairs = pairs.view(torch.float64).view(1, 256).expand(SHARES, 256)
-        self._blocksize, self._scratch = blocksize, scratch
-
-    def __call__(self, codes: torch.Tensor, absmax: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the bf16 weights [rows, I] of the codes into `out`, which is contiguous."""
-        exact = self._scratch[: out.numel()]
-        place = out.view(-1)  # for indices, and not needed before the end
-        if torch.get_num_threads() == 1:
-            index = place.view(torch.int32).copy_(codes.view(-1))
-            torch.index_select(self._pairs[0], 0, index, out=exact.view(torch.float64))
-        else:  # indices of 64 bits: there is room for half of them
-            index = place.view(torch.int64).view(SHARES, -1)
-            halves = exact.view(torch.float64).view(2, SHARES, -1)
-            for half, part in zip(halves, codes.view(2, SHARES, -1), strict=True):
-                torch.gather(self._pairs, 1, index.copy_(part), out=half)
-        blocks = exact.view(-1, self._blocksize)
-        torch.mul(blocks, absmax.view(-1, 1), out=blocks)
-        out.copy_(exact.view_as(out))
 
 
 def decode_plainly(codes: torch.Tensor, state: Any) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Memory of one training step, compared with the memory estimate line by line.
 
 A random Qwen2 as an NF4 base, LoRA of rank 16 on all linears in float32, bf16 autocast, gradient checkpointing,
-sequences without padding, and the loss of GRPO without a reference. Live tensors are counted (`bench/live.py`); on a
+sequences without padding, and the loss of GRPO without a reference. Live tensors are counted (`Live`); on a
 GPU also the peak of torch's allocator. What is held before the step (base, adapter, optimizer) is counted exactly, in
 tests.
 
@@ -13,6 +13,8 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -20,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from qlora_rl.base.checkpoint import PreparedBase, load_base, prepare_base
-from qlora_rl.bench.live import Live
 from qlora_rl.bench.rounds import described
 from qlora_rl.bench.shapes import RANK, SIZES, make_model
 from qlora_rl.cpu_matmul import Float32Products
@@ -283,3 +285,62 @@ def line_of(length: int, row: dict[str, Any]) -> str:
                 f"  {name:<26} {nbytes / 2**20:10.2f} MiB  planned {planned.get(name, 0) / 2**20:10.2f}  {off}"
             )
     return "\n".join(lines)
+
+
+class Live(TorchDispatchMode):
+    """A dispatch mode that counts storages from the operator that makes them until they are freed.
+
+    What existed before is not counted. Memory that one operator uses and frees is not seen, nor is what an allocator
+    keeps.
+
+    Args:
+        kind: the kind of a new tensor, from its shape and dtype.
+
+    Attributes:
+        phase: may be set at any time; peaks are kept for each phase by itself.
+        now: bytes that are live, by kind.
+        peaks: by phase, the bytes by kind at the moment at which their sum was largest.
+        most: the most bytes of each kind by itself.
+    """
+
+    def __init__(self, kind: Callable[[torch.Tensor], str] = lambda _: "all"):
+        super().__init__()
+        self._kind = kind
+        self._sizes: dict[int, tuple[str, int]] = {}
+        self._total = 0
+        self.phase = ""
+        self.now: Counter[str] = Counter()
+        self.peaks: dict[str, Counter[str]] = {}
+        self.most: Counter[str] = Counter()
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that were live at once."""
+        return max((peak.total() for peak in self.peaks.values()), default=0)
+
+    def _gone(self, key: int) -> None:
+        kind, size = self._sizes.pop(key)
+        self.now[kind] -= size
+        self._total -= size
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        given = {tensor.untyped_storage()._cdata for tensor in tree_leaves((args, kwargs)) if _is_real(tensor)}
+        for tensor in filter(_is_real, tree_leaves(out)):
+            storage = tensor.untyped_storage()
+            key, size = storage._cdata, storage.nbytes()
+            if not size or key in given or key in self._sizes:
+                continue
+            kind = self._kind(tensor)
+            self._sizes[key] = (kind, size)
+            self.now[kind] += size
+            self._total += size
+            self.most[kind] = max(self.most[kind], self.now[kind])
+            weakref.finalize(storage, self._gone, key)
+            if self.phase not in self.peaks or self._total > self.peaks[self.phase].total():
+                self.peaks[self.phase] = Counter(self.now)
+        return out
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type != "meta"

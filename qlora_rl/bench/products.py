@@ -15,8 +15,16 @@ import torch
 from qlora_rl.base.decode import decode_plainly
 from qlora_rl.base.quant import require_bitsandbytes
 from qlora_rl.engine.linears.fused_weight import Joined
-from qlora_rl.engine.linears.gpu_compute import Stopwatch, gpu_seconds, has_triton, key_of, measure
-from qlora_rl.engine.linears.kernel_choice import PARTS, TOKENS, multiply_by
+from qlora_rl.engine.linears.gpu_compute import (
+    PARTS,
+    TOKENS,
+    Stopwatch,
+    gpu_seconds,
+    has_triton,
+    key_of,
+    measure,
+    multiply_by,
+)
 from qlora_rl.errors import EngineUnsupportedError
 
 # Together larger than the cache of any card (an H200 has 50 MiB), so that no weight is found there when its turn comes.

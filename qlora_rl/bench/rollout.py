@@ -15,7 +15,7 @@ from qlora_rl.contracts import SamplingSpec
 from qlora_rl.engine.local import LocalEngine
 from qlora_rl.engine.vanilla_vllm import VanillaEngine
 
-MODES = ("nf4", "baked")
+MODES = ("nf4",)
 PROMPT, POSITIONS = 8, 128
 
 

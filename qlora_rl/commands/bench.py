@@ -8,7 +8,7 @@ from typing import Any
 
 from qlora_rl.commands.codes import COUNT, POSITIVE, UsageError
 
-DEFAULT_MODES = ["nf4", "baked"]
+DEFAULT_MODES = ["nf4"]
 AGAINST = {"rollout": "stock", "sync": "trl", "step": "trl", "memory": "trl"}
 
 
@@ -36,10 +36,10 @@ def add(commands: Any) -> None:
     )
     bench.add_argument(
         "--mode",
-        choices=["nf4", "baked", "auto"],
+        choices=["nf4", "auto", "vllm"],
         nargs="+",
         default=DEFAULT_MODES,
-        help="values of the engine's base_compute (default: nf4 baked)",
+        help="values of the engine's base_compute (default: nf4)",
     )
     bench.add_argument(
         "--tokens", type=COUNT, default=32, metavar="T", help="tokens per completion (default: %(default)s)"

@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     from qlora_rl.demo.job import quieten
     from qlora_rl.engine.loading import loading
 
-    with loading("qlora_rl.adapter.initialization", runs_files=False):
+    with loading("qlora_rl.adapter.initialization"):
         quieten()
         from qlora_rl.inference.chat import Conversation
         from qlora_rl.inference.trained import open_trained

@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     out = arguments.out or default_out(settings)
     opened = RunDirectory(out)  # one that holds a run is rejected now, not after seconds of imports
-    with loading("qlora_rl.train.grpo", runs_files=False):  # and TRL and vLLM with it
+    with loading("qlora_rl.train.grpo"):  # and TRL and vLLM with it
         quieten()
     from qlora_rl.engine.compat import restored_environment
 

@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     from qlora_rl.demo.job import quieten
     from qlora_rl.engine.loading import loading
 
-    with loading("qlora_rl.adapter.initialization", runs_files=False):
+    with loading("qlora_rl.adapter.initialization"):
         quieten()
         from qlora_rl.export.job import export_run
     done = export_run(

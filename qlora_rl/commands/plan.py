@@ -101,11 +101,7 @@ def add(commands: Any) -> None:
         action=argparse.BooleanOptionalAction,
         help="free the KV cache between rollouts (default: only if the run does not fit otherwise)",
     )
-    plan.add_argument(
-        "--base-compute",
-        choices=["nf4", "baked"],
-        help="plan for a CPU, with an engine that computes from the 4-bit codes, or from additional decoded copies",
-    )
+    plan.add_argument("--cpu", action="store_true", help="plan for a CPU")
     plan.add_argument("--trust-remote-code", action="store_true", help="let the model's own code run")
     plan.add_argument("--json", action="store_true", help="print JSON")
     plan.set_defaults(run=run)
@@ -122,7 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     from qlora_rl.engine.loading import loading
 
-    with loading("qlora_rl.adapter.initialization", runs_files=arguments.trust_remote_code):
+    with loading("qlora_rl.adapter.initialization"):
         from qlora_rl.memory.pace import pace_of
         from qlora_rl.memory.plan import largest_length, plan_memory
         from qlora_rl.memory.shape import check_supported, read_config, stored_base, stored_spec
@@ -137,7 +133,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
         config = read_config(arguments.model, trust_remote_code=arguments.trust_remote_code)
         check_supported(config, None if arguments.method in OFFLINE else arguments.max_length)
-    from qlora_rl.cpu_features import copies_dtype, processor
+    from qlora_rl.cpu_features import processor
     from qlora_rl.engine.compat import may_sleep
 
     targets = arguments.target_modules
@@ -159,13 +155,12 @@ def run(arguments: argparse.Namespace) -> int:
         sequences=max(arguments.batch_size, arguments.num_generations or _GENERATIONS),
         optimizer=arguments.optim,
         gradient_checkpointing=arguments.gradient_checkpointing,
-        offload=arguments.offload if arguments.base_compute is None else False,
+        offload=False if arguments.cpu else arguments.offload,
         shared=not arguments.two_copies,
         sleeps=arguments.sleep,
         can_sleep=bool(arguments.sleep) or may_sleep(lends=not arguments.two_copies),
         padded=arguments.padded,
-        device="cuda" if arguments.base_compute is None else "cpu",
-        copies_dtype=copies_dtype() if arguments.base_compute == "baked" else None,
+        device="cpu" if arguments.cpu else "cuda",
         gpu_memory_gib=arguments.gpu_memory,
         host_memory_gib=arguments.host_memory,
     )
@@ -213,7 +208,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _settings(estimate: MemoryEstimate) -> str:
     """What a length depends on."""
-    from qlora_rl.memory.choice import WAYS
+    from qlora_rl.memory.plan import WAYS
 
     on = [way.setting for way in WAYS if getattr(estimate.request, way.field)]
     return ", ".join([f"per_device_train_batch_size={estimate.request.batch_size}", *on])
@@ -224,7 +219,6 @@ def _of_the_engine(arguments: argparse.Namespace) -> list[str]:
     said = {
         "--two-copies": arguments.two_copies,
         "--sleep": arguments.sleep is not None,
-        "--base-compute baked": arguments.base_compute == "baked",
         "--num-generations": arguments.num_generations is not None,
     }
     return [option for option, is_there in said.items() if is_there]

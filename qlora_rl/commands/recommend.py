@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     from qlora_rl.engine.loading import loading
 
     trusts, length, tables = arguments.trust_remote_code, arguments.max_length, None
-    with loading("qlora_rl.adapter.initialization", runs_files=trusts):
+    with loading("qlora_rl.adapter.initialization"):
         from qlora_rl.advice import chat_of, recommend, run_file, tables_for, tables_from
         from qlora_rl.base.model_classes import takes_images
         from qlora_rl.memory.shape import read_config, stored_spec

@@ -61,9 +61,9 @@ def add(commands: Any) -> None:
     )
     serve.add_argument(
         "--base-compute",
-        choices=["nf4", "baked", "auto", "vllm"],
-        help="what linears multiply with on the CPU: the codes (default), additional decoded copies, or what is "
-        "fastest; on a GPU only 'auto' changes anything",
+        choices=["nf4", "auto", "vllm"],
+        help="what linears multiply with on the CPU: the codes (default), or vLLM's own way; on a GPU only 'auto' "
+        "changes anything",
     )
     serve.add_argument(
         "--tensor-parallel-size",
@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
         from qlora_rl.engine.server import serve
     if ((given / CONFIG).is_file() and not (given / MANIFEST).is_file()) or (given / ADAPTER_CONFIG).is_file():
         given, options["adapter"], options["ends"] = _trained(given)
-    serve(given, alone=True, **options)
+    serve(given, **options)
     return 0
 
 

@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     from qlora_rl.engine.loading import loading
 
     try:
-        with loading(*() if arguments.server else ("vllm.entrypoints.llm",), runs_files=False):
+        with loading(*() if arguments.server else ("vllm.entrypoints.llm",)):
             if not arguments.server:
                 _prepare_for_vllm()
             from qlora_rl.base.checkpoint import load_base

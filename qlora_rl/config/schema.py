@@ -270,7 +270,7 @@ class Rollout(Table):
         methods=("async_grpo",),
         example=1,
     )
-    base_compute: Literal["nf4", "baked", "auto", "vllm"] = option(
+    base_compute: Literal["nf4", "auto", "vllm"] = option(
         'how the engine multiplies with the base; on a GPU only "auto" makes a difference',
         "nf4",
         methods=SAMPLING,

@@ -131,43 +131,65 @@ def run_demo(
             from qlora_rl.train.run.progress import Progress
 
             trainer.add_callback(Progress("     training"))
-        trained = time.perf_counter()
-        summary: dict[str, Any] = {"status": "finished", "steps": settings.steps}
-        trained_seconds = None
-        try:
-            trainer.train()
-            trained_seconds = time.perf_counter() - trained
-        except KeyboardInterrupt:
-            summary |= {"status": "interrupted", "steps": trainer.state.global_step}
-            raise
-        except Exception as error:
-            summary |= {
-                "status": "failed",
-                "steps": trainer.state.global_step,
-                "error": f"{type(error).__name__}: {error}",
-            }
-            raise
-        finally:
-            with _second_to(summary["status"]):
-                summary |= summarise_steps(_read_steps(run))
-                summary |= {"accuracy_before": accuracy_before, "eval_problems": len(held_out)}
-                if summary["status"] == "finished":
-                    say("4/4  the same sums again")
-                    after = _answers(trainer, held_out, settings)
-                    summary["accuracy_after"] = _accuracy(after, held_out)
-                    run.write_json("samples.json", _samples(held_out, before, after))
-                if settings.sync == "trl-merge":  # TRL's trainer does not do it by itself
-                    run.save_adapter(trainer.model)
-                summary |= {
-                    "prepare_seconds": prepared - started,
-                    "train_seconds": trained_seconds,
-                    "seconds": time.perf_counter() - started,
-                    "settings": dataclasses.asdict(settings),
-                }
-                run.write_json(SUMMARY, summary)
-                _write_report(run.path, against, say)
+        return _train(trainer, settings, run, against, say, before, started=started, prepared=prepared)
     finally:
         trainer.close()
+
+
+def _train(
+    trainer: Any,
+    settings: DemoSettings,
+    run: RunDirectory,
+    against: Sequence[str | os.PathLike[str]],
+    say: Callable[[str], None],
+    before: Sequence[str],
+    *,
+    started: float,
+    prepared: float,
+) -> dict[str, Any]:
+    """Train, answer again, and complete the run directory, also where the training fails; what stands in summary.json.
+
+    Args:
+        before: answers to the held-out sums.
+        started: second in which the demo began.
+        prepared: second in which it had its base.
+    """
+    held_out = task.problems("held_out")
+    trained = time.perf_counter()
+    summary: dict[str, Any] = {"status": "finished", "steps": settings.steps}
+    trained_seconds = None
+    try:
+        trainer.train()
+        trained_seconds = time.perf_counter() - trained
+    except KeyboardInterrupt:
+        summary |= {"status": "interrupted", "steps": trainer.state.global_step}
+        raise
+    except Exception as error:
+        summary |= {
+            "status": "failed",
+            "steps": trainer.state.global_step,
+            "error": f"{type(error).__name__}: {error}",
+        }
+        raise
+    finally:
+        with _second_to(summary["status"]):
+            summary |= summarise_steps(_read_steps(run))
+            summary |= {"accuracy_before": _accuracy(before, held_out), "eval_problems": len(held_out)}
+            if summary["status"] == "finished":
+                say("4/4  the same sums again")
+                after = _answers(trainer, held_out, settings)
+                summary["accuracy_after"] = _accuracy(after, held_out)
+                run.write_json("samples.json", _samples(held_out, before, after))
+            if settings.sync == "trl-merge":  # TRL's trainer does not do it by itself
+                run.save_adapter(trainer.model)
+            summary |= {
+                "prepare_seconds": prepared - started,
+                "train_seconds": trained_seconds,
+                "seconds": time.perf_counter() - started,
+                "settings": dataclasses.asdict(settings),
+            }
+            run.write_json(SUMMARY, summary)
+            _write_report(run.path, against, say)
     return summary
 
 
@@ -265,29 +287,9 @@ def _on_ray(settings: DemoSettings) -> dict[str, Any]:
     return {"replicas": 2} if settings.rollout == "ray" else {}
 
 
-def make_trainer(
-    settings: DemoSettings,
-    base: Any,
-    run: RunDirectory,
-    changes: Mapping[str, Any] | None = None,
-    engine_options: Mapping[str, Any] | None = None,
-) -> Any:
-    """The demo's trainer, or TRL's own for "trl-merge".
-
-    Args:
-        settings: of the run.
-        base: that `prepare_base` made.
-        run: where it is recorded.
-        changes: arguments of GRPOConfig that are to be others.
-        engine_options: of `LocalEngine`, besides the demo's own.
-    """
-    import torch
-    from datasets import Dataset
-    from transformers import PrinterCallback
-    from trl import GRPOConfig
-
-    on_gpu = torch.cuda.is_available()
-    wanted: dict[str, Any] = dict(
+def _arguments(settings: DemoSettings, run: RunDirectory, *, on_gpu: bool) -> dict[str, Any]:
+    """Of GRPOConfig."""
+    return dict(
         output_dir=str(run.path),
         max_steps=settings.steps,
         per_device_train_batch_size=settings.completions_per_step,
@@ -311,7 +313,30 @@ def make_trainer(
         # step.
         model_init_kwargs=None if on_gpu or settings.sync != "trl-merge" else {"attn_implementation": "eager"},
     )
-    config = GRPOConfig(**wanted | dict(changes or {}))
+
+
+def make_trainer(
+    settings: DemoSettings,
+    base: Any,
+    run: RunDirectory,
+    changes: Mapping[str, Any] | None = None,
+    engine_options: Mapping[str, Any] | None = None,
+) -> Any:
+    """The demo's trainer, or TRL's own for "trl-merge".
+
+    Args:
+        settings: of the run.
+        base: that `prepare_base` made.
+        run: where it is recorded.
+        changes: arguments of GRPOConfig that are to be others.
+        engine_options: of `LocalEngine`, besides the demo's own.
+    """
+    import torch
+    from datasets import Dataset
+    from transformers import PrinterCallback
+    from trl import GRPOConfig
+
+    config = GRPOConfig(**_arguments(settings, run, on_gpu=torch.cuda.is_available()) | dict(changes or {}))
     arguments: dict[str, Any] = {
         "reward_funcs": task.reward_exact_match,
         "train_dataset": Dataset.from_list(task.grpo_rows(settings.seed, 600)),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from qlora_rl.doctor.finding import Finding
 from qlora_rl.errors import ConfigConflictError
-from qlora_rl.memory.host import memory_gib
+from qlora_rl.memory.cards import memory_gib
 
 PART = "machine"
 GIB = 2**30

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -20,7 +21,6 @@ from qlora_rl.base.model_classes import attends_both_ways, image_tokens
 from qlora_rl.base.unsupported_configs import check_function, engine_positions, note_function
 from qlora_rl.contracts import rank_class
 from qlora_rl.engine import compat
-from qlora_rl.engine.cache import kv_cache_needed
 from qlora_rl.errors import EngineUnsupportedError
 
 logger = logging.getLogger(__name__)
@@ -147,46 +147,16 @@ def start_options(
         EngineUnsupportedError: this base or setting cannot be served.
         BaseIncompleteError: `base` is not a prepared base.
     """
-    compat.reject_data_parallel(vllm_options.get("data_parallel_size"))
-    if taken := sorted(OWN & set(vllm_options)):
-        raise EngineUnsupportedError(
-            f"starting vLLM: {', '.join(taken)}: set here, as what the trainer relies on hangs on it (the same "
-            "weights, probabilities after temperature). Leave it out."
-        )
+    _check_options(vllm_options)
     rank = rank_class(max_lora_rank) if max_lora_rank else 0
     version = compat.vllm_version()
-    from transformers import AutoConfig
-
-    prepared, ranks = open_base(base, verify=False), tensor_parallel_size
-    config = AutoConfig.from_pretrained(prepared.path, trust_remote_code=trust_remote_code)
-    compat.require_head_size(config)
-    if mixture := is_mixture(config):
-        compat.require_mixtures()
-    if both_ways := attends_both_ways(prepared.path):
-        check_both_ways(config, vllm_options)
-    if ranks > 1:
-        if mixture:
-            raise EngineUnsupportedError(
-                f"starting vLLM: tensor_parallel_size={ranks} with a mixture of experts: which part of an expert a "
-                "rank holds cannot be told here, and so not verified. Use tensor_parallel_size=1."
-            )
-        prepared = _for_ranks(prepared, ranks, vllm_options)
+    ranks = tensor_parallel_size
+    prepared, config = _opened(base, ranks, vllm_options, trust_remote_code=trust_remote_code)
     base, is_4bit, is_cpu = prepared.path, prepared.spec.is_4bit, compat.platform_is_cpu()
-    if is_4bit:
-        compat.require_bitsandbytes_support()
-    if is_4bit and str(config.dtype).endswith("float32"):
-        raise EngineUnsupportedError(
-            "starting vLLM: the base is 4-bit with compute_dtype=float32, which vLLM's bitsandbytes kernels do not "
-            "take. Prepare it with compute_dtype='bfloat16'."
-        )
-    if max_model_length is None and "max_model_len" in vllm_options:
-        max_model_length = vllm_options.pop("max_model_len")
-    text = config.get_text_config()
-    check_function(config, max_model_length, doing="starting vLLM")
-    note_function(config)
-    length = max_model_length or engine_positions(config)
+    mixture, both_ways = is_mixture(config), attends_both_ways(base)
+    length = _length(config, max_model_length, vllm_options)
     if is_cpu and kv_cache_gib is None:
-        kv_cache_gib = max(1 / 16, kv_cache_needed(text, length, max_num_seqs) / ranks)  # of each
+        kv_cache_gib = max(1 / 16, kv_cache_needed(config.get_text_config(), length, max_num_seqs) / ranks)  # of each
     arguments: dict[str, Any] = {
         "model": str(base),
         # Explicit: "auto" would serve a float32 base in 16 bits.
@@ -195,7 +165,6 @@ def start_options(
         "max_model_len": length,
         "max_num_seqs": max_num_seqs,
         "tensor_parallel_size": ranks,
-        "gpu_memory_utilization": gpu_memory_utilization,
         "enforce_eager": is_cpu if enforce_eager is None else enforce_eager,
         "enable_sleep_mode": enable_sleep and not is_cpu,
         "enable_prefix_caching": enable_prefix_caching,
@@ -209,66 +178,16 @@ def start_options(
         "worker_extension_cls": "qlora_rl.engine.worker.BaseExtension",
     }
     if is_cpu or both_ways:
-        # An image whose tokens attend to each other must not be split over steps. On a CPU no prompt must: it has its
-        # seed's generator set back, which torch's CPU generators cannot do, and vLLM 0.31 raises. To be removed when it
-        # does not.
-        arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(_STEP_TOKENS, length)}
-    if rank:
-        # Two slots: the version that serves stays whole while the next one is loaded or written.
-        arguments |= {"max_lora_rank": rank, "max_loras": max_loras, "max_cpu_loras": max_loras}
-        # Without this, vLLM wraps embeddings and head of some models too: buffers of vocabulary x rank that we never
-        # fill, and a crash of its CPU backend when prompt logprobs are asked for.
-        arguments["lora_target_modules"] = linear_names(base)
+        arguments |= _whole_prompts(length)
+    arguments |= _slots(rank, max_loras, base) if rank else {}
+    arguments |= _worker(config, prepared, is_cpu=is_cpu, both_ways=both_ways, base_compute=base_compute)
     if prepared.spec.quantize_experts and not is_cpu:
-        if enforce_eager is False:
-            raise EngineUnsupportedError(
-                "starting vLLM: enforce_eager=False with experts in 4 bits, which are multiplied one after another: no "
-                "CUDA graph can hold that. Leave it out."
-            )
-        arguments["enforce_eager"] = True
-    if mixture:
-        arguments["worker_cls"] = "qlora_rl.engine.worker.mixtures.Worker"
-        if not is_cpu:
-            arguments["moe_backend"] = "triton"  # which leaves the experts in the order in which they are compared
-    elif both_ways and is_cpu:
-        arguments |= {
-            "worker_cls": "qlora_rl.engine.worker.bidirectional_attention.Worker",
-            "disable_chunked_mm_input": True,
-        }
-    elif base_compute == "auto" and is_4bit and not is_cpu:
-        arguments["worker_cls"] = "qlora_rl.engine.worker.gpu.Worker"
-        # Part of the key of vLLM's cache of compiled code: a graph with other linears must not be taken from there.
-        arguments["additional_config"] = {"qlora_rl": {"base_compute": base_compute}}
-    elif config.model_type in ONE_GATE_UP:
-        arguments["worker_cls"] = "qlora_rl.engine.worker.fused.Worker"
+        arguments["enforce_eager"] = _without_graphs(enforce_eager)
     if ranks > 1:
         arguments["distributed_executor_backend"] = "mp"  # also where Ray runs, which would place them by itself
-    if kv_cache_gib is not None:
-        arguments["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
-    if "kv_cache_memory_bytes" in arguments | vllm_options:
-        # vLLM asks of the share then only whether so much is free, also of an engine that is rebuilt while the trainer
-        # fills the card.
-        arguments["gpu_memory_utilization"] = _LEAST_SHARE
+    arguments |= _memory(kv_cache_gib, gpu_memory_utilization, vllm_options)
     if images := image_tokens(base):
-        if ranks > 1:
-            raise EngineUnsupportedError(
-                f"starting vLLM: tensor_parallel_size={ranks} with a model that takes images: what each rank holds of "
-                "its vision tower cannot be told here, and so not verified. Use tensor_parallel_size=1."
-            )
-        limits = {"image": MOST_IMAGES, "video": 0} | dict(vllm_options.pop("limit_mm_per_prompt", None) or {})
-        if images_a_prompt(limits) < 1:
-            raise EngineUnsupportedError(
-                f"starting vLLM: limit_mm_per_prompt={limits}: without images vLLM leaves out the vision tower, which "
-                "could not be verified then. Allow "
-                "one image: {'image': 1, 'video': 0}."
-            )
-        # Without its cache of processed images: one that is rejected half-way would be missing from the other half of
-        # it. `images` processes each once. A server fetches nothing: no URL is of a domain that cannot exist.
-        arguments |= {
-            "limit_mm_per_prompt": limits,
-            "mm_processor_cache_gb": 0,
-            "allowed_media_domains": ["nowhere.invalid"],
-        }
+        arguments |= _of_images(ranks, vllm_options)
     return StartOptions(
         arguments | vllm_options,
         base,
@@ -282,6 +201,141 @@ def start_options(
         tuple(images),
         adapts_experts=bool(rank) and is_cpu and prepared.spec.quantize_experts and is_4bit,
     )
+
+
+def _check_options(vllm_options: Mapping[str, Any]) -> None:
+    compat.reject_data_parallel(vllm_options.get("data_parallel_size"))
+    if taken := sorted(OWN & set(vllm_options)):
+        raise EngineUnsupportedError(
+            f"starting vLLM: {', '.join(taken)}: set here, as what the trainer relies on hangs on it (the same "
+            "weights, probabilities after temperature). Leave it out."
+        )
+
+
+def _length(config: Any, given: int | None, vllm_options: dict[str, Any]) -> int:
+    """Of the longest sequence, also by vLLM's name for it, where the engine and transformers compute one function."""
+    if given is None and "max_model_len" in vllm_options:
+        given = vllm_options.pop("max_model_len")
+    check_function(config, given, doing="starting vLLM")
+    note_function(config)
+    return given or engine_positions(config)
+
+
+def _whole_prompts(length: int) -> dict[str, Any]:
+    """Arguments with which no prompt is split over steps.
+
+    An image whose tokens attend to each other must not be. On a CPU no prompt must: it has its seed's generator set
+    back, which torch's CPU generators cannot do, and vLLM 0.31 raises. To be removed when it does not.
+    """
+    return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(_STEP_TOKENS, length)}
+
+
+def _memory(kv_cache_gib: float | None, share: float, vllm_options: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments for the KV cache, or the share of the card.
+
+    Where the cache has a size, vLLM asks of the share only whether so much is free, also of an engine that is rebuilt
+    while the trainer fills the card.
+    """
+    sized = {} if kv_cache_gib is None else {"kv_cache_memory_bytes": int(kv_cache_gib * 2**30)}
+    is_sized = bool(sized) or "kv_cache_memory_bytes" in vllm_options
+    return {"gpu_memory_utilization": _LEAST_SHARE if is_sized else share, **sized}
+
+
+def _slots(rank: int, count: int, base: Path) -> dict[str, Any]:
+    """Arguments for adapters: `count` slots, so that the version that serves stays whole while the next one is loaded
+    or written.
+
+    Without target modules vLLM wraps embeddings and head of some models too: buffers of vocabulary x rank that we never
+    fill, and a crash of its CPU backend when prompt logprobs are asked for.
+    """
+    slots = {"max_lora_rank": rank, "max_loras": count, "max_cpu_loras": count}
+    return {**slots, "lora_target_modules": linear_names(base)}
+
+
+def _without_graphs(enforce_eager: bool | None) -> bool:
+    if enforce_eager is False:
+        raise EngineUnsupportedError(
+            "starting vLLM: enforce_eager=False with experts in 4 bits, which are multiplied one after another: no "
+            "CUDA graph can hold that. Leave it out."
+        )
+    return True
+
+
+def _opened(
+    base: str | os.PathLike[str], ranks: int, vllm_options: Mapping[str, Any], *, trust_remote_code: bool
+) -> tuple[PreparedBase, Any]:
+    """The base that vLLM is to load, and its config, where vLLM can serve it.
+
+    Raises:
+        EngineUnsupportedError, MissingDependencyError: it cannot.
+    """
+    from transformers import AutoConfig
+
+    prepared = open_base(base, verify=False)
+    config = AutoConfig.from_pretrained(prepared.path, trust_remote_code=trust_remote_code)
+    compat.require_head_size(config)
+    if is_mixture(config):
+        compat.require_mixtures()
+    if attends_both_ways(prepared.path):
+        check_both_ways(config, vllm_options)
+    if ranks > 1:
+        if is_mixture(config):
+            raise EngineUnsupportedError(
+                f"starting vLLM: tensor_parallel_size={ranks} with a mixture of experts: which part of an expert a "
+                "rank holds cannot be told here, and so not verified. Use tensor_parallel_size=1."
+            )
+        prepared = _for_ranks(prepared, ranks, vllm_options)
+    if prepared.spec.is_4bit:
+        compat.require_bitsandbytes_support()
+        if str(config.dtype).endswith("float32"):
+            raise EngineUnsupportedError(
+                "starting vLLM: the base is 4-bit with compute_dtype=float32, which vLLM's bitsandbytes kernels do not "
+                "take. Prepare it with compute_dtype='bfloat16'."
+            )
+    return prepared, config
+
+
+def _worker(config: Any, prepared: PreparedBase, *, is_cpu: bool, both_ways: bool, base_compute: str) -> dict[str, Any]:
+    """Which of our workers vLLM has to start, if any, and what belongs to it."""
+    workers = "qlora_rl.engine.worker.workers"
+    if is_mixture(config):
+        # Which leaves the experts in the order in which they are compared.
+        backend = {} if is_cpu else {"moe_backend": "triton"}
+        return {"worker_cls": f"{workers}.MixtureWorker", **backend}
+    if both_ways and is_cpu:
+        worker = "qlora_rl.engine.worker.bidirectional_attention.Worker"
+        return {"worker_cls": worker, "disable_chunked_mm_input": True}
+    if base_compute == "auto" and prepared.spec.is_4bit and not is_cpu:
+        # Part of the key of vLLM's cache of compiled code: a graph with other linears must not be taken from there.
+        key = {"qlora_rl": {"base_compute": base_compute}}
+        return {"worker_cls": f"{workers}.MeasuringWorker", "additional_config": key}
+    return {"worker_cls": f"{workers}.FusedWorker"} if config.model_type in ONE_GATE_UP else {}
+
+
+def _of_images(ranks: int, vllm_options: dict[str, Any]) -> dict[str, Any]:
+    """Arguments for a model that takes images; its limits are taken out of the options.
+
+    Raises:
+        EngineUnsupportedError: its vision tower could not be verified.
+    """
+    if ranks > 1:
+        raise EngineUnsupportedError(
+            f"starting vLLM: tensor_parallel_size={ranks} with a model that takes images: what each rank holds of "
+            "its vision tower cannot be told here, and so not verified. Use tensor_parallel_size=1."
+        )
+    limits = {"image": MOST_IMAGES, "video": 0} | dict(vllm_options.pop("limit_mm_per_prompt", None) or {})
+    if images_a_prompt(limits) < 1:
+        raise EngineUnsupportedError(
+            f"starting vLLM: limit_mm_per_prompt={limits}: without images vLLM leaves out the vision tower, which "
+            "could not be verified then. Allow one image: {'image': 1, 'video': 0}."
+        )
+    # Without its cache of processed images: one that is rejected half-way would be missing from the other half of
+    # it. `images` processes each once. A server fetches nothing: no URL is of a domain that cannot exist.
+    return {
+        "limit_mm_per_prompt": limits,
+        "mm_processor_cache_gb": 0,
+        "allowed_media_domains": ["nowhere.invalid"],
+    }
 
 
 def check_both_ways(config: Any, vllm_options: Mapping[str, Any]) -> None:
@@ -328,3 +382,24 @@ def _for_ranks(prepared: PreparedBase, ranks: int, vllm_options: Mapping[str, An
         baked,
     )
     return baked
+
+
+def kv_cache_needed(config: Any, length: int, sequences: int) -> float:
+    """What `sequences` of full `length` need, in GiB (blocks of 128 tokens): at least 1/16, at most 4 or what one of
+    them needs."""
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = 4 if str(config.dtype).endswith("float32") else 2
+    per_token = 2 * config.num_hidden_layers * kv_heads * head * width
+    one = per_token * 128 * (math.ceil(length / 128) + 1) / 2**30
+    return min(max(4.0, one), max(1 / 16, one * (sequences + 1)))
+
+
+def cache_advice(error: Exception) -> str:
+    """For vLLM's error that the KV cache holds no sequence of full length: our names of what it wants changed."""
+    if "gpu_memory_utilization" not in str(error):
+        return ""
+    return (
+        " Here: lower max_model_length (vllm_max_model_length of a trainer's config), or raise kv_cache_gib (in "
+        "its engine_options)."
+    )

@@ -11,7 +11,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -124,107 +124,16 @@ def export_run(
         ExportError: what was loaded again is not the policy; nothing is left.
         NotYetSupportedError: GGUF of this model; names the way out.
     """
-    _check(to, form, dtype, original)
-    if on is not None and (to != "gguf-adapter" or not Path(on).is_file()):
-        raise ConfigConflictError(
-            f"exporting: on={os.fspath(on)!r} must be the GGUF file of a base, with --to gguf-adapter."
-        )
-    if not check and (on is not None or max_kl is not None):
-        raise ConfigConflictError(
-            "exporting: on and max_kl are for the check, which check=False (--no-check) leaves out."
-        )
-    if on is not None and not llama_cpp.is_installed():
-        raise ConfigConflictError(
-            f"exporting: what the adapter is on {on} is measured by llama.cpp. Install it: {llama_cpp.INSTALL}"
-        )
-    if prompts < 1 or not shard_gb > 0:
-        raise ConfigConflictError(f"exporting: prompts={prompts} and shard_gb={shard_gb:g}: both must be above 0.")
+    wish = _Wish(to, form, dtype, original, data, prompts, max_kl, check, shard_gb, on)
+    wish.check_all()
     say, note = say or begin, say or remark
     trained = open_trained(run, base=base)
     target = Path(out) if out is not None else trained.path / f"export-{to}"
-    if target.exists() or target.is_symlink():
-        raise ConfigConflictError(f"exporting to {target}: it already exists. Choose another --out, or remove it.")
-    if trained.adapter is None and to in ("adapter", "merged-original", "gguf-adapter"):
-        raise ConfigConflictError(
-            f"exporting {trained.path}: all weights of the base were trained, so there is no adapter. Export it as "
-            "merged or gguf."
-        )
-    dtype = dtype or trained.base.spec.compute_dtype
-    tokenizer = _tokenizer(trained)
-    if to.startswith("gguf"):
-        from qlora_rl.export.gguf import check_gguf
-
-        check_gguf(trained.base.path, is_adapter=to == "gguf-adapter")
-    if to == "merged-original":
-        original = _original(trained, original)
-
+    wish = wish.for_run(trained, target)
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.tmp-", dir=target.parent))
     try:
-        say(f"loading the policy of {trained.path}")
-        policy = trained.load()
-        vocabulary = policy.get_input_embeddings().weight.shape[0]
-        positions = policy.config.get_text_config().max_position_embeddings
-        ids, where = choose_prompts(
-            trained.path,
-            tokenizer,
-            vocabulary,
-            data=None if data is None else Path(data),
-            rows=trained.data,
-            count=prompts,
-            longest=min(256, positions // 2),
-            **trained.template_kwargs,
-        )
-        is_exact, witness = dtype == "float32" and to in ("merged", "gguf"), None
-        if check and not is_exact:
-            say(f"sampling from the policy and scoring it: {len(ids)} prompts, {where} (--no-check leaves this out)")
-            witness = Witness(policy, ids, autocast=trained.autocast, ends=trained.ends)
-        say(f"writing {to}")
-        if to == "adapter":
-            del policy
-            _write_adapter(trained, staging, form)
-        elif to == "merged-original":
-            del policy
-            _forget()
-            plain = trained.adapted(load_plain(original, trained.base.spec.compute_dtype, is_ours=False))
-            _write_merged(trained, plain, staging, dtype, shard_gb)
-            del plain
-        elif to == "gguf-adapter":
-            del policy
-            _write_gguf_adapter(trained, tokenizer, staging, dtype)
-        elif to == "merged":
-            _write_merged(trained, policy, staging, dtype, shard_gb)
-            del policy
-        else:
-            from qlora_rl.export.gguf import verify_gguf, write_gguf, write_modelfile
-
-            file = staging / f"{trained.name}.gguf"
-            if dtype == "q4_k_m":
-                with tempfile.TemporaryDirectory(prefix=".whole-", dir=target.parent) as room:
-                    whole = Path(room) / "whole.gguf"
-                    write_gguf(policy, trained.base, tokenizer, whole, "bfloat16", name=trained.name, ends=trained.ends)
-                    llama_cpp.quantise(whole, file, dtype)
-            else:
-                write_gguf(policy, trained.base, tokenizer, file, dtype, name=trained.name, ends=trained.ends)
-            write_modelfile(staging, tokenizer, model=f"./{file.name}", ends=trained.ends)
-            del policy
-            texts = verify_gguf(file, tokenizer, [tokenizer.decode(each) for each in ids])
-            note(f"a tokenizer made of the file's own fields gives {texts} texts the ids that the base's gives them")
-        _forget()
-        compared: tuple[Distance | None, dict[str, Distance], str | None, float | None] = None, {}, None, None
-        if check:
-            compared = _compared(
-                trained, tokenizer, witness, ids, staging, to, dtype, on=on, max_kl=max_kl, say=say, note=note
-            )
-        distance, elsewhere, far, accepted = compared
-        load = _lines(trained, staging, to, name=target.name, base=trained.base.path.name)
-        source = None if original is None else str(original)
-        write_card(Card(trained, to, dtype, form, distance, where, load, source, elsewhere, far), staging)
-        staging.chmod(0o755)
-        _settle(staging)
-        if target.exists():
-            raise ConfigConflictError(f"exporting to {target}: it was created meanwhile. Choose another --out.")
-        here = _lines(trained, staging, to, name=str(target.resolve()), base=str(trained.base.path.resolve()))
+        export = _export(trained, wish, target, staging, say, note)
         os.rename(staging, target)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
@@ -232,6 +141,135 @@ def export_run(
     if push is not None:
         _push(target, push)
         note(f"pushed to {push}")
+    return export
+
+
+@dataclass(frozen=True)
+class _Wish:
+    """What `export_run` was asked for, under the names of its arguments."""
+
+    to: str
+    form: str
+    dtype: str | None
+    original: str | os.PathLike[str] | None
+    data: str | os.PathLike[str] | None
+    prompts: int
+    max_kl: float | None
+    check: bool
+    shard_gb: float
+    on: str | os.PathLike[str] | None
+
+    def check_all(self) -> None:
+        """Raise `ConfigConflictError` where arguments contradict each other."""
+        to, form, dtype, on = self.to, self.form, self.dtype, self.on
+        if to not in KINDS:
+            raise ConfigConflictError(f"exporting: to={to!r} is not one of {', '.join(KINDS)}.")
+        if form not in FORMS:
+            raise ConfigConflictError(f"exporting: form={form!r} is not one of {', '.join(FORMS)}.")
+        if dtype is not None and dtype not in DTYPES:
+            raise ConfigConflictError(f"exporting: dtype={dtype!r} is not one of {', '.join(DTYPES)}.")
+        if to != "adapter" and form != "canonical":
+            raise ConfigConflictError(f"exporting: form={form!r} is for adapters only. Use it with --to adapter.")
+        if dtype in LIMITS and to != "gguf":
+            raise ConfigConflictError(f"exporting: dtype={dtype!r} is for --to gguf only.")
+        if to == "adapter" and dtype is not None:
+            raise ConfigConflictError("exporting: an adapter keeps the dtype that it was trained in. Leave dtype out.")
+        if to != "merged-original" and self.original is not None:
+            raise ConfigConflictError(f"exporting: original={os.fspath(self.original)!r} is for --to merged-original.")
+        if on is not None and (to != "gguf-adapter" or not Path(on).is_file()):
+            raise ConfigConflictError(
+                f"exporting: on={os.fspath(on)!r} must be the GGUF file of a base, with --to gguf-adapter."
+            )
+        if not self.check and (on is not None or self.max_kl is not None):
+            raise ConfigConflictError(
+                "exporting: on and max_kl are for the check, which check=False (--no-check) leaves out."
+            )
+        if on is not None and not llama_cpp.is_installed():
+            raise ConfigConflictError(
+                f"exporting: what the adapter is on {on} is measured by llama.cpp. Install it: {llama_cpp.INSTALL}"
+            )
+        if self.prompts < 1 or not self.shard_gb > 0:
+            raise ConfigConflictError(
+                f"exporting: prompts={self.prompts} and shard_gb={self.shard_gb:g}: both must be above 0."
+            )
+
+    def for_run(self, trained: TrainedRun, target: Path) -> _Wish:
+        """With what the run decides.
+
+        Raises:
+            ConfigConflictError: the target exists, or the run has nothing to be exported like that.
+            NotYetSupportedError: GGUF of this model.
+        """
+        if target.exists() or target.is_symlink():
+            raise ConfigConflictError(f"exporting to {target}: it already exists. Choose another --out, or remove it.")
+        if trained.adapter is None and self.to in ("adapter", "merged-original", "gguf-adapter"):
+            raise ConfigConflictError(
+                f"exporting {trained.path}: all weights of the base were trained, so there is no adapter. Export it as "
+                "merged or gguf."
+            )
+        if self.to.startswith("gguf"):
+            from qlora_rl.export.gguf import check_gguf
+
+            check_gguf(trained.base.path, is_adapter=self.to == "gguf-adapter")
+        original = _original(trained, self.original) if self.to == "merged-original" else self.original
+        return replace(self, dtype=self.dtype or trained.base.spec.compute_dtype, original=original)
+
+
+def _export(
+    trained: TrainedRun,
+    wish: _Wish,
+    target: Path,
+    staging: Path,
+    say: Callable[[str], None],
+    note: Callable[[str], None],
+) -> Export:
+    """All of it in `staging`, checked and described as what it is as `target`."""
+    to, dtype, tokenizer = wish.to, str(wish.dtype), _tokenizer(trained)
+    say(f"loading the policy of {trained.path}")
+    policy = trained.load()
+    ids, where = choose_prompts(
+        trained.path,
+        tokenizer,
+        policy.get_input_embeddings().weight.shape[0],
+        data=None if wish.data is None else Path(wish.data),
+        rows=trained.data,
+        count=wish.prompts,
+        longest=min(256, policy.config.get_text_config().max_position_embeddings // 2),
+        **trained.template_kwargs,
+    )
+    is_exact, witness = dtype == "float32" and to in ("merged", "gguf"), None
+    if wish.check and not is_exact:
+        say(f"sampling from the policy and scoring it: {len(ids)} prompts, {where} (--no-check leaves this out)")
+        witness = Witness(policy, ids, autocast=trained.autocast, ends=trained.ends)
+    say(f"writing {to}")
+    if to == "merged":
+        _write_merged(trained, policy, staging, dtype, wish.shard_gb)
+    elif to == "gguf":
+        texts = _write_gguf(trained, policy, tokenizer, staging, dtype, [tokenizer.decode(each) for each in ids])
+        note(f"a tokenizer made of the file's own fields gives {texts} texts the ids that the base's gives them")
+    del policy
+    _forget()
+    if to == "adapter":
+        _write_adapter(trained, staging, wish.form)
+    elif to == "merged-original":
+        plain = trained.adapted(load_plain(wish.original, trained.base.spec.compute_dtype, is_ours=False))
+        _write_merged(trained, plain, staging, dtype, wish.shard_gb)
+        del plain
+        _forget()
+    elif to == "gguf-adapter":
+        _write_gguf_adapter(trained, tokenizer, staging, dtype)
+    compared: tuple[Distance | None, dict[str, Distance], str | None, float | None] = None, {}, None, None
+    if wish.check:
+        compared = _compared(trained, tokenizer, witness, ids, staging, wish, say=say, note=note)
+    distance, elsewhere, far, accepted = compared
+    load = _lines(trained, staging, to, name=target.name, base=trained.base.path.name)
+    source = None if wish.original is None else str(wish.original)
+    write_card(Card(trained, to, dtype, wish.form, distance, where, load, source, elsewhere, far), staging)
+    staging.chmod(0o755)
+    _settle(staging)
+    if target.exists():
+        raise ConfigConflictError(f"exporting to {target}: it was created meanwhile. Choose another --out.")
+    here = _lines(trained, staging, to, name=str(target.resolve()), base=str(trained.base.path.resolve()))
     return Export(target, to, distance, where, here, elsewhere, accepted)
 
 
@@ -241,11 +279,8 @@ def _compared(
     witness: Witness | None,
     ids: list[list[int]],
     staging: Path,
-    to: str,
-    dtype: str,
+    wish: _Wish,
     *,
-    on: str | os.PathLike[str] | None,
-    max_kl: float | None,
     say: Callable[[str], None],
     note: Callable[[str], None],
 ) -> tuple[Distance, dict[str, Distance], str | None, float | None]:
@@ -255,6 +290,7 @@ def _compared(
     Raises:
         ExportError: it is not the policy.
     """
+    to, dtype, on, max_kl = wish.to, str(wish.dtype), wish.on, wish.max_kl
     if witness is None:
         say("computing the policy in float32")
         witness = _exact_witness(trained, ids, staging.parent)
@@ -288,23 +324,6 @@ def _compared(
         else:
             note(f"WARNING: {far}")
     return distance, elsewhere, far, accepted
-
-
-def _check(to: str, form: str, dtype: str | None, original: Any) -> None:
-    if to not in KINDS:
-        raise ConfigConflictError(f"exporting: to={to!r} is not one of {', '.join(KINDS)}.")
-    if form not in FORMS:
-        raise ConfigConflictError(f"exporting: form={form!r} is not one of {', '.join(FORMS)}.")
-    if dtype is not None and dtype not in DTYPES:
-        raise ConfigConflictError(f"exporting: dtype={dtype!r} is not one of {', '.join(DTYPES)}.")
-    if to != "adapter" and form != "canonical":
-        raise ConfigConflictError(f"exporting: form={form!r} is for adapters only. Use it with --to adapter.")
-    if dtype in LIMITS and to != "gguf":
-        raise ConfigConflictError(f"exporting: dtype={dtype!r} is for --to gguf only.")
-    if to == "adapter" and dtype is not None:
-        raise ConfigConflictError("exporting: an adapter keeps the dtype that it was trained in. Leave dtype out.")
-    if to != "merged-original" and original is not None:
-        raise ConfigConflictError(f"exporting: original={os.fspath(original)!r} is for --to merged-original.")
 
 
 def _limit(to: str, dtype: str, rounding: float) -> float:
@@ -355,6 +374,22 @@ def _write_merged(trained: TrainedRun, model: Any, staging: Path, dtype: str, sh
     copy_plain(trained.base, staging, dtype)
     write_ends(trained.base.path, trained.ends, staging)
     write_weights(iter_weights(model, dtype=getattr(torch, dtype)), staging, shard_bytes=int(shard_gb * 1e9))
+
+
+def _write_gguf(trained: TrainedRun, policy: Any, tokenizer: Any, staging: Path, dtype: str, texts: list[str]) -> int:
+    """The number of `texts` whose ids a tokenizer made of the file gives as the base's does: all of them."""
+    from qlora_rl.export.gguf import verify_gguf, write_gguf, write_modelfile
+
+    file = staging / f"{trained.name}.gguf"
+    if dtype == "q4_k_m":
+        with tempfile.TemporaryDirectory(prefix=".whole-", dir=staging.parent) as room:
+            whole = Path(room) / "whole.gguf"
+            write_gguf(policy, trained.base, tokenizer, whole, "bfloat16", name=trained.name, ends=trained.ends)
+            llama_cpp.quantise(whole, file, dtype)
+    else:
+        write_gguf(policy, trained.base, tokenizer, file, dtype, name=trained.name, ends=trained.ends)
+    write_modelfile(staging, tokenizer, model=f"./{file.name}", ends=trained.ends)
+    return verify_gguf(file, tokenizer, texts)
 
 
 def _write_gguf_adapter(trained: TrainedRun, tokenizer: Any, staging: Path, dtype: str) -> None:

@@ -1,8 +1,9 @@
-"""What a card sold as 24 GB has: the size is a name, and what CUDA reports is less."""
+"""What a card sold as 24 GB has: the size is a name, and what CUDA reports is less. And what this machine has."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 # GB on the box -> GiB, rounded down, that the card of this size with the least of it reports to CUDA. Error correction,
 # firmware and driver take the rest. From the totals in PyTorch's out-of-memory messages in public issues: 24 is an A10G
@@ -46,3 +47,35 @@ def usable_gib(gpu_memory: float) -> float:
     """GiB that a run may hold: of a number in `CARDS`, what such a card reports less the reserve; any other number as
     it stands."""
     return CARDS[gpu_memory] - RESERVE_GIB if gpu_memory in CARDS else gpu_memory
+
+
+GIB = 2**30
+
+
+def memory_gib(root: Path = Path("/")) -> tuple[float, float]:
+    """GiB of the machine, or of the container where that has less; and how much of it is available.
+
+    Raises:
+        OSError: there is no /proc/meminfo.
+        KeyError: it says nothing of that.
+    """
+    pages = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines() if ":" in line)
+    total, free = (int(pages[name].split()[0]) / 2**20 for name in ("MemTotal", "MemAvailable"))
+    group = root / "sys/fs/cgroup"
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        if limit.isdigit() and int(limit) / GIB < total:
+            held = int((group / "memory.current").read_text()) - _file_pages(group / "memory.stat")
+            return int(limit) / GIB, min(free, (int(limit) - held) / GIB)
+    except OSError:  # no cgroup, or an older one
+        pass
+    return total, free
+
+
+def _file_pages(stat: Path) -> int:
+    """Bytes of files that the kernel keeps and gives up when memory is asked for: a cgroup counts them as its own."""
+    try:
+        known = dict(line.split() for line in stat.read_text().splitlines())
+    except OSError:
+        return 0
+    return int(known.get("active_file", 0)) + int(known.get("inactive_file", 0))

@@ -14,8 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, prod
 
-import torch
-
 from qlora_rl.adapter.shape import adapted_inputs
 from qlora_rl.base.experts import of_expert
 from qlora_rl.base.quant import QuantSpec
@@ -253,15 +251,6 @@ def parted_base(
             head = count * shape.vocabulary * shape.hidden * width(spec)
             found.append(Line("base, gathered head", head, why, "step" if keeps_root else "head", False))
     return found
-
-
-def copies_line(shape: ModelShape, spec: QuantSpec, dtype: str) -> Line:
-    """What an engine with `base_compute="baked"` keeps as well as the codes: every 4-bit linear dequantised."""
-    width = getattr(torch, dtype).itemsize
-    numbers = sum(prod(weight) for name, weight in shape.linears.items() if is_quantised(name, spec))
-    return Line(
-        "base, decoded copies", width * numbers, f"{counted(numbers)} parameters x {width} bytes, packed for the CPU"
-    )
 
 
 def adapter_bytes(adapter: Mapping[str, tuple[int, ...]], dtype_width: int) -> int:

@@ -6,8 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil, prod
 
-from qlora_rl.memory.choice import WAYS
-from qlora_rl.memory.plan import MemoryEstimate
+from qlora_rl.memory.plan import WAYS, MemoryEstimate
 
 # A common card of each size: GB/s of its memory, 1e12 operations a second in bf16 without sparsity, as its maker states
 # them.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from math import ceil
 from typing import Any
 
@@ -15,7 +16,6 @@ from qlora_rl.errors import MemoryBudgetError
 from qlora_rl.memory import lines as count
 from qlora_rl.memory import step
 from qlora_rl.memory.cards import ROOM, usable_gib
-from qlora_rl.memory.choice import OFFLOAD, SLEEPS, Way, describe, sets_of
 from qlora_rl.memory.lines import Line, counted
 from qlora_rl.memory.methods import OFFLINE
 from qlora_rl.memory.request import MemoryRequest
@@ -440,8 +440,6 @@ def _lines(shape: ModelShape, request: MemoryRequest, adapter: Mapping[str, tupl
         ),
         count.rollout_line(shape, spec, sequences=request.sequences, length=length, image_tokens=seen),
     ]
-    if request.copies_dtype and spec.is_4bit:
-        lines.insert(0, count.copies_line(shape, spec, request.copies_dtype))
     if device == "cuda":
         overhead = int(count.OVERHEAD_GIB * GIB)
         lines.append(Line("CUDA and vLLM", overhead, "context, workspaces, CUDA graphs (assumed)", is_exact=False))
@@ -477,8 +475,6 @@ def _changes(estimate: MemoryEstimate) -> list[tuple[str, Any]]:
         changes.append(("quant='nf4'", {"spec": QuantSpec(compute_dtype=request.spec.compute_dtype)}))
     if not request.shared and not request.baked and request.trainer_parts == request.engine_parts == 1:
         changes.append(("one base for trainer and engine", {"shared": True}))
-    if request.copies_dtype:
-        changes.append(("base_compute='nf4'", {"copies_dtype": None}))
     if not request.chunked_logits:
         changes.append(("logits in tiles", {"chunked_logits": True}))
     if count.OPTIMIZERS.get(request.optimizer, (2, 0))[0]:
@@ -506,3 +502,68 @@ def _halved(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     if ".lora_B." in name:
         return (*shape[:-1], max(1, shape[-1] // 2))
     return shape
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to need less memory on a GPU for some time.
+
+    Attributes:
+        field: of `MemoryRequest`, which `None` leaves to the plan.
+        config: field of TRL's config that turns it on, and the value.
+        words: what it does.
+        cost: how much longer a step takes, as a part of it, with sequences so long that it is needed. Decides which way
+            is tried first.
+        source: of the cost.
+    """
+
+    field: str
+    config: tuple[str, Any]
+    words: str
+    cost: float
+    source: str
+
+    @property
+    def setting(self) -> str:
+        """`config`, as it is written."""
+        return f"{self.config[0]}={self.config[1]}"
+
+
+# Neither has been measured on a GPU here. Tiles cost no time (docs/memory.md#mlps-and-norms), so they are no choice.
+SLEEPS = Way(
+    "sleeps",
+    ("vllm_enable_sleep_mode", True),
+    "the KV cache is freed between rollouts",
+    0.01,
+    "vLLM's blog of 2025-10-26: waking takes 0.1 to 0.8 s with the weights of a small model, which stay where they are "
+    "here; about a hundredth of a step of a minute",
+)
+OFFLOAD = Way(
+    "offload",
+    ("gradient_checkpointing_kwargs", {"offload": True}),
+    "layer inputs wait in host memory",
+    0.02,
+    "huggingface/accelerate#4175, whose copies are not hidden: 0.6 % of a step at a million tokens, a third of a step "
+    "of one second",
+)
+WAYS = (SLEEPS, OFFLOAD)
+
+
+def sets_of(ways: Sequence[Way]) -> Iterator[tuple[Way, ...]]:
+    """All sets of some ways, the cheapest first: nothing, and at the end all of them."""
+    sets = [each for size in range(len(ways) + 1) for each in combinations(ways, size)]
+    yield from sorted(sets, key=lambda each: (sum(way.cost for way in each), len(each)))
+
+
+def describe(chosen: Sequence[Way], *, fits: bool, without: str) -> str:
+    """Which ways a plan has turned on and why, in one sentence.
+
+    Args:
+        chosen: by the plan.
+        fits: with them.
+        without: the peak of the run without them, and the limit.
+    """
+    if not chosen:
+        return "fits without freeing the KV cache or moving layer inputs to host memory"
+    said = ", and ".join(f"{way.words} ({way.setting}, about {way.cost:.0%} more time per step)" for way in chosen)
+    return f"turned on to save memory{'' if fits else ', but not enough'}: {said}; without this: {without}"

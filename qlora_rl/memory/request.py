@@ -15,7 +15,7 @@ class MemoryRequest:
     """What a run is to do, as far as memory depends on it.
 
     `None` leaves `offload` and `sleeps` to the plan: with a limit it turns on the cheapest of them that let the run fit
-    (`memory/choice.py`), without one none.
+    (`memory/plan.py`), without one none.
 
     Attributes:
         spec: how the base is held.
@@ -35,8 +35,6 @@ class MemoryRequest:
         adapter_dtype: torch name of the dtype of the trained weights.
         shared: trainer and engine hold one base; otherwise two.
         baked: the engine serves the baked base, for full weights; then nothing is shared.
-        copies_dtype: torch name of the dtype of dequantised copies of the 4-bit linears that the engine multiplies with
-            (`base_compute="baked"`, on the CPU); `None` for no copies.
         sleeps: the KV cache is given back while the trainer works.
         can_sleep: it may be; not where the engine never rests, nor, before vLLM 0.31, where it lends its base.
         chunked_logits: the output head works in tiles (TRL's way); otherwise all logits are held.
@@ -68,7 +66,6 @@ class MemoryRequest:
     adapter_dtype: str = "float32"
     shared: bool = True
     baked: bool = False
-    copies_dtype: str | None = None
     sleeps: bool | None = None
     can_sleep: bool = True
     chunked_logits: bool = True
@@ -102,10 +99,6 @@ class MemoryRequest:
             )
         if self.device not in ("cuda", "cpu"):
             raise ConfigConflictError(f"planning the memory: device={self.device!r} is neither 'cuda' nor 'cpu'.")
-        if self.copies_dtype and self.device != "cpu":
-            raise ConfigConflictError(
-                "planning the memory: base_compute='baked' is for device='cpu'; a GPU has kernels for the codes."
-            )
         if self.shared and self.has_engine and max(self.trainer_parts, self.engine_parts) > 1:
             raise ConfigConflictError(
                 f"planning the memory: shared=True, and a base in {max(self.trainer_parts, self.engine_parts)} parts "

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from .markup import Markup, join, tag
+from .parts import Markup, join, tag
 from .quantities import finite, plain
 
 POINTS = 400  # more than a screen can tell apart; above it, each bucket keeps its lowest and its highest point

@@ -8,8 +8,7 @@ from statistics import fmean, median
 from typing import Any
 
 from .charts import Band, Line, Reference, draw_chart, smooth
-from .markup import Markup, tag
-from .parts import section
+from .parts import Markup, section, tag
 from .quantities import share
 from .run import Run, summarise
 from .sentences import MISMATCH_BAR, choose_window

@@ -3,15 +3,17 @@ rollouts."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from .markup import Markup, tag
-from .parts import download, images_of, mark, object_in, section, table, text_of
+from .parts import Markup, download, images_of, mark, object_in, section, table, tag, text_of
 from .quantities import ABSENT, finite, plain
 from .run import Run
-from .samples import judge_sample
+
+_NUMBER = re.compile(r"[-−]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?", re.IGNORECASE)
+_CLOSING = re.compile(r"(?:</?\w+/?>|[\s.!?;,:)\]}\"'*$`])+$")
 
 SHOWN = 6
 _LONGEST = 4000  # characters of a text
@@ -171,3 +173,28 @@ def _worth(rewards: Any) -> Markup | None:
 def _with_error(mean: dict[str, Any]) -> Markup:
     value, error = plain(mean.get("value")), finite(mean.get("error"))
     return tag("span", value, None if error is None else tag("span", f" ± {error:.2g}", class_="error"))
+
+
+def judge_sample(sample: dict[str, Any], when: str) -> bool | None:
+    """Whether `sample[when]` ("before" or "after") is right; `None` where it is unknown.
+
+    A field `before_right` or `after_right` decides. Without it a text is right when its last number is the answer, or,
+    for an answer that is no number, when the text ends with it.
+    """
+    said = sample.get(f"{when}_right")
+    if isinstance(said, bool):
+        return said
+    text, answer = sample.get(when), sample.get("answer")
+    if text is None or answer is None or not str(answer).strip():
+        return None
+    text, wanted = str(text), _number(str(answer).strip())
+    if wanted is None:
+        return _CLOSING.sub("", text).casefold().endswith(_CLOSING.sub("", str(answer).strip()).casefold())
+    found = _NUMBER.findall(text)
+    return bool(found) and _number(found[-1]) == wanted
+
+
+def _number(text: str) -> float | None:
+    if not _NUMBER.fullmatch(text):
+        return None
+    return finite(float(text.replace(",", "").replace("−", "-")))

@@ -17,9 +17,8 @@ from qlora_rl.locks import replace_file
 
 from .curves import draw_curves
 from .look import CSS, JS, LIVE_JS
-from .markup import Markup, tag
 from .outcomes import draw_evaluation, draw_rollouts, draw_samples
-from .parts import download, object_in, pairs, section, table
+from .parts import Markup, download, object_in, pairs, section, table, tag
 from .quantities import ABSENT, factor, finite, octets, plain, seconds, share
 from .run import Run, read_run, summarise
 from .sentences import Facts, base_sentence, concerns, fidelity_sentence, headline, peak_sentence, unverified_sentence

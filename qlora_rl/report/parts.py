@@ -1,4 +1,4 @@
-"""Parts that several sections of the page are made of."""
+"""HTML that is escaped, and the parts that several sections of the page are made of."""
 
 from __future__ import annotations
 
@@ -7,12 +7,33 @@ import csv
 import io
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from html import escape
 from typing import Any
 
-from .markup import Markup, tag
-
 _THUMBNAIL = re.compile(r"data:image/jpeg;base64,[A-Za-z0-9+/]{1,65536}={0,2}")
+
+
+class Markup(str):
+    """Text that is HTML already. Only `tag` and `join` make it from data; a plain `str` is always escaped."""
+
+    __slots__ = ()
+
+
+def join(parts: Iterable[object]) -> Markup:
+    """One piece of HTML from many; `None` is left out."""
+    shown = [part for part in parts if part is not None]
+    return Markup("".join(part if isinstance(part, Markup) else escape(str(part)) for part in shown))
+
+
+def tag(name: str, /, *children: object, **attributes: object) -> Markup:
+    """An element. `class_` becomes `class`, `aria_label` `aria-label`; an attribute that is `None` is left out."""
+    opening = name + "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{escape(str(value))}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    return Markup(f"<{opening}>" if name in _VOID else f"<{opening}>{join(children)}</{name}>")
 
 
 def section(title: str, caption: str | None, *content: object) -> Markup:
@@ -92,3 +113,6 @@ def download(name: str, rows: Sequence[Sequence[object]]) -> Markup:
     csv.writer(text).writerows(rows)
     held = base64.b64encode(text.getvalue().encode(errors="replace")).decode()
     return tag("a", name, href=f"data:text/csv;base64,{held}", download=name)
+
+
+_VOID = frozenset({"meta", "link", "br", "img"})

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from statistics import fmean, median
 
-from .markup import Markup, join, tag
-from .parts import section, table
+from .parts import Markup, join, section, table, tag
 from .quantities import ABSENT, octets, plain, seconds, share
 from .run import Run
 

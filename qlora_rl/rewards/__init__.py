@@ -7,9 +7,8 @@ or `weighted`. `load_reward` finds one by its name, or in a file of your own.
 
 from qlora_rl.rewards.formulas import math_match
 from qlora_rl.rewards.load import load_reward
-from qlora_rl.rewards.match import exact_match, format_match, length_match, numeric_match
+from qlora_rl.rewards.match import exact_match, format_match, length_match, numeric_match, weighted
 from qlora_rl.rewards.programs import program_isolation, program_match
-from qlora_rl.rewards.several import weighted
 
 __all__ = [
     "exact_match",

@@ -15,11 +15,11 @@ _HOMES = {
     "InProcessRPC": "qlora_rl.torchrl.rpc",
     "MultiprocessingRPC": "qlora_rl.torchrl.rpc",
     "TorchDistributedRPC": "qlora_rl.torchrl.torch_rpc",
-    "RayRPC": "qlora_rl.torchrl.ray_rpc",
+    "RayRPC": "qlora_rl.torchrl.rpc",
     "Transfer": "qlora_rl.torchrl.transfer",
     "DirectoryTransfer": "qlora_rl.torchrl.transfer",
     "BodyTransfer": "qlora_rl.torchrl.transfer",
-    "BroadcastTransfer": "qlora_rl.torchrl.broadcast",
+    "BroadcastTransfer": "qlora_rl.torchrl.transfer",
 }
 
 __all__ = sorted(_HOMES)

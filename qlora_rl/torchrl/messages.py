@@ -10,13 +10,28 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
+
+import torch
 
 from qlora_rl import errors
 from qlora_rl.errors import PeerLostError, QloraRLError, SyncError
-from qlora_rl.torchrl.rpc import Channel
+from qlora_rl.torchrl.rpc import Channel, RPCLayer
+from qlora_rl.torchrl.transfer import Transfer
 
 WAIT_SLICE_S = 1.0
+
+
+class Terms(Protocol):
+    """The arguments of `AdapterSyncScheme`, the same on both sides."""
+
+    rpc: RPCLayer
+    transfer: Transfer
+    sync: str
+    timeout_s: float
+    canary_every: int
+    autocast: torch.dtype | None
+    allow_base_mismatch: bool
 
 
 class NotJoinedError(SyncError):

@@ -15,9 +15,7 @@ from qlora_rl.contracts import AdapterBundle, RolloutEngine
 from qlora_rl.errors import ConfigConflictError, PeerLostError, QloraRLError, SyncError
 from qlora_rl.sync.transports import transport_for
 from qlora_rl.torchrl import metadata as md
-from qlora_rl.torchrl.messages import Message, NotJoinedError, lost, pack_error, unpack_error
-from qlora_rl.torchrl.received import Received, checked
-from qlora_rl.torchrl.terms import Terms
+from qlora_rl.torchrl.messages import Message, NotJoinedError, Terms, lost, pack_error, unpack_error
 
 logger = logging.getLogger(__name__)
 
@@ -331,3 +329,47 @@ def _drain(arriving: Iterator[Any]) -> None:
             pass
     except (OSError, QloraRLError) as error:
         logger.info("the rest of a rejected push did not arrive: %s", error)
+
+
+class Received:
+    """An `AdapterSource` that was made elsewhere: all of its numbers are there already."""
+
+    def __init__(self, bundle: AdapterBundle):
+        self._bundle = bundle
+
+    @property
+    def shape(self) -> tuple[tuple[str, int], ...]:
+        """Name and R of every module."""
+        return tuple((name, self._bundle.rank) for name in self._bundle.modules)
+
+    def bundle(self) -> AdapterBundle:
+        """As it arrived."""
+        return self._bundle
+
+    @torch.no_grad()
+    def write_into(self, places: Mapping[str, torch.Tensor]) -> int:
+        """Copy it into `places`, whose ranks may be larger: the rest stays zero; returns bytes."""
+        for name, tensor in self._bundle.tensors.items():
+            rows, columns = tensor.shape
+            places[name][:rows, :columns].copy_(tensor)
+        return self._bundle.nbytes
+
+
+def checked(parts: Iterator[tuple[str, torch.Tensor]], agreed: md.Metadata) -> Iterator[tuple[str, torch.Tensor]]:
+    """`parts`, each compared with what was agreed on.
+
+    Raises:
+        SyncError: one is something else, comes twice, or is missing at the end.
+    """
+    missing = dict(agreed)
+    for name, tensor in parts:
+        if missing.pop(name, None) != (tensor.dtype, tensor.shape):
+            found = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+            raise SyncError(
+                f"receiving weights: {name} ({found}) is not what both sides agreed on, or comes twice. Call "
+                "init_all_workers_group() again after changing the adapter.",
+                module=name.rpartition(".")[0],
+            )
+        yield name, tensor
+    if missing:
+        raise SyncError(f"receiving weights: {len(missing)} are missing, first {next(iter(missing))}. Push again.")

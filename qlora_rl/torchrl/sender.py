@@ -19,9 +19,8 @@ from qlora_rl.sync.plan import SyncPlan, plan_sync
 from qlora_rl.sync.shared_base import SharedBase
 from qlora_rl.sync.strategies import AdapterSync
 from qlora_rl.torchrl import metadata as md
-from qlora_rl.torchrl.messages import Asking, NotJoinedError, lost, pack_error
+from qlora_rl.torchrl.messages import Asking, NotJoinedError, Terms, lost, pack_error
 from qlora_rl.torchrl.remote import RemoteEngine, RemoteTransport
-from qlora_rl.torchrl.terms import Terms
 
 logger = logging.getLogger(__name__)
 

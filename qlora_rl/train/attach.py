@@ -173,12 +173,7 @@ def attach(
     rollout_func = getattr(trainer, "rollout_func", None)
     settings.check_logprobs(trainer.args, rollout, rollout_func)
     check_processes(trainer.args, "attaching to a trainer")
-    if sharding_of(trainer.args) == "fsdp1" and trainer.args.save_strategy != "no":
-        raise NotYetSupportedError(
-            "attaching to a trainer: transformers' own checkpoints under FSDP1, which end in a crash of torch's with a "
-            "4-bit base. Set save_strategy='no' and call trainer.save_model(), or use QLoRAGRPOTrainer, whose "
-            "checkpoints work under FSDP1, too."
-        )
+    _check_checkpoints(trainer.args)
     with told(trainer.args), join(trainer.args.ddp_timeout).one_outcome("attaching to a trainer"):
         model = trainer.accelerator.unwrap_model(trainer.model)
         base = _base(model, trainer, rollout)
@@ -200,31 +195,54 @@ def attach(
         )
     kind = type(trainer)
     before = {name: trainer.__dict__[name] for name in (*_ATTRIBUTES, "reward_funcs") if name in trainer.__dict__}
-    parts = (
-        (Attached, MeasuredSteps, SampledLogprobs) if isinstance(trainer, RLOOTrainer) else (Attached, MeasuredSteps)
-    )
-    parts = (*parts, EndedCompletions, kind)
-    trainer.__class__ = type(kind.__name__, parts, {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    trainer.__class__ = _attached(kind)
     trainer._link, trainer.bridge, trainer.engine = link, link.bridge, link.engine
-    if ranks().size > 1:
-        trainer._failures = []
-        named = zip(trainer.reward_funcs, trainer.reward_func_names, strict=True)
-        trainer.reward_funcs = [guard(reward, name, trainer._failures) for reward, name in named]
-    apply_attention_to(trainer.reward_funcs, trainer.accelerator.unwrap_model)
+    _prepare_rewards(trainer)
     callbacks = list(trainer.callback_handler.callbacks)
     keep_start(trainer)
     link.bridge.install(trainer)
     bare = bare_model(model)
     before["forward"] = bare, bare.__dict__.get("forward")
-    truncated = None if rollout_func is not None else TruncatedSampling.of(link.bridge.sampling)
-    fused = not getattr(trainer.args, "cast_lm_head_to_fp32", False)
-    if truncated and fused and use_small_tiles(bare, trainer.temperature, truncated=truncated):
-        trainer._truncated = truncated
+    if rollout_func is None:
+        _truncate(trainer, bare, TruncatedSampling.of(link.bridge.sampling))
     alarm = alarm_for(link, model, trainer.args, on_mismatch, rollout_func=rollout_func, truncated=trainer._truncated)
     trainer.measure_into(None, alarm, compares=link.bridge.knows_logprobs(rollout_func))
     added = [c for c in trainer.callback_handler.callbacks if c not in callbacks]
     logger.info("%s samples from %s", kind.__name__, link.engine.capabilities().name)
     return Attachment(trainer, link, kind, before, added)
+
+
+def _truncate(trainer: Any, bare: Any, truncated: TruncatedSampling | None) -> None:
+    """Have the trainer score the tokens that sampling keeps, as the engine does, where its head is ours."""
+    fused = not getattr(trainer.args, "cast_lm_head_to_fp32", False)
+    if truncated and fused and use_small_tiles(bare, trainer.temperature, truncated=truncated):
+        trainer._truncated = truncated
+
+
+def _prepare_rewards(trainer: Any) -> None:
+    """Errors of one rank are raised on all; a model that rewards attends as the policy does."""
+    if ranks().size > 1:
+        trainer._failures = []
+        named = zip(trainer.reward_funcs, trainer.reward_func_names, strict=True)
+        trainer.reward_funcs = [guard(reward, name, trainer._failures) for reward, name in named]
+    apply_attention_to(trainer.reward_funcs, trainer.accelerator.unwrap_model)
+
+
+def _check_checkpoints(args: Any) -> None:
+    if sharding_of(args) == "fsdp1" and args.save_strategy != "no":
+        raise NotYetSupportedError(
+            "attaching to a trainer: transformers' own checkpoints under FSDP1, which end in a crash of torch's with a "
+            "4-bit base. Set save_strategy='no' and call trainer.save_model(), or use QLoRAGRPOTrainer, whose "
+            "checkpoints work under FSDP1, too."
+        )
+
+
+def _attached(kind: type) -> type:
+    """A subclass of a trainer's class that samples and measures as ours do."""
+    parts = (Attached, MeasuredSteps, SampledLogprobs) if issubclass(kind, RLOOTrainer) else (Attached, MeasuredSteps)
+    return type(
+        kind.__name__, (*parts, EndedCompletions, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    )
 
 
 def _base(model: Any, trainer: Any, rollout: Any) -> PreparedBase:

@@ -14,8 +14,7 @@ from qlora_rl.train.metrics.measure import MeasuredSteps
 from qlora_rl.train.metrics.routing import RoutedSteps
 from qlora_rl.train.online import OnlineOptions, OnlineTrainer
 from qlora_rl.train.rollouts.endings import EndedCompletions
-from qlora_rl.train.rollouts.groups import GroupedPrompts
-from qlora_rl.train.rollouts.image_rows import ImageRows
+from qlora_rl.train.rollouts.groups import GroupedPrompts, ImageRows
 from qlora_rl.train.setup import settings
 from qlora_rl.train.single_forward import SingleForward
 

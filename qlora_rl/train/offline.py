@@ -99,18 +99,9 @@ class OfflineTrainer(TrainedRun):
             loaded = source.load()
             check_base(loaded, self.base.path)
             check_common_base(self.base.identity)
-            is_given = processing_class is not None
-            processing_class = processing_class if is_given else load_tokenizer(self.base, args)
-            settings.check_processor(processing_class, self.base.path, is_given=is_given)
-            check_cloned(args, processing_class, self.base.path)
-            if (
-                getattr(args, "chat_template_path", None) is None
-                and of_trl.get("formatting_func") is None
-                and not images
-            ):
-                settings.check_messages(
-                    processing_class, *self._rendered(args, train_dataset, eval_dataset), is_online=False
-                )
+            is_rendered = of_trl.get("formatting_func") is None and not images
+            rendered = self._rendered(args, train_dataset, eval_dataset) if is_rendered else ()
+            processing_class = self._checked_processor(processing_class, args, rendered)
             if self._takes_ids:
                 settings.check_ids(embedding_rows(bare_model(loaded)), train_dataset, eval_dataset)
             if (reference := of_trl.get("ref_model")) is not None:
@@ -128,18 +119,7 @@ class OfflineTrainer(TrainedRun):
                 **of_trl,
             )
             args.model_init_kwargs = init
-            keep_on_host(bare_model(self.model))
-            linears = {"reason": "the base is sharded"}
-            if not shards_base(args):
-                linears = apply_linears(bare_model(self.model))
-                tile_layers(bare_model(self.model))
-            set_adapter_dtype(self.model, getattr(torch, adapter_dtype), before)
-            keep_start(self, start)
-            apply_tower(bare_model(self.model))
-            begin_alike(self.model)
-            bare = bare_model(self.model)
-            use_small_tiles(bare, 1.0, self._outputs())
-            padding = apply_padding(bare, "" if remove_padding else "remove_padding=False")
+            linears, padding = self._fit(args, start, getattr(torch, adapter_dtype), before, remove_padding)
             check_optimizer(optimizers[0], self.model)
             self.make_resumable()
             show_progress(self)
@@ -148,13 +128,43 @@ class OfflineTrainer(TrainedRun):
             self.callback_handler.callbacks.insert(0, _Recorder(self._record))
             if self.run is not None:
                 self.run.begin()
-                verdict = judge_adapter(self.model)
-                travels = {"travels_as": verdict.kind, "reasons": list(verdict.reasons)}
-                held = {"adapter": travels, "padding": padding, "linears": linears}
+                held = {"adapter": self._travels(), "padding": padding, "linears": linears}
                 self.run.write_json(CONFIG, self._describe(adapter_dtype, held))
         # Last, so that nothing is claimed for a trainer that could not be made.
         products = products_of(self.model, self.base, args)
         self._finalizer = weakref.finalize(self, products.close)  # also when nobody calls close()
+
+    def _travels(self) -> dict[str, Any]:
+        """How the adapter could be synced, for config.json."""
+        verdict = judge_adapter(self.model)
+        return {"travels_as": verdict.kind, "reasons": list(verdict.reasons)}
+
+    def _fit(
+        self, args: Any, start: Any, adapter_dtype: torch.dtype, before: Any, remove_padding: bool
+    ) -> tuple[dict[str, Any], Any]:
+        """Have the model that TRL was given multiply, hold its inputs and leave out padding as ours do; what became of
+        the linears and of the padding."""
+        bare = bare_model(self.model)
+        keep_on_host(bare)
+        linears = {"reason": "the base is sharded"}
+        if not shards_base(args):
+            linears = apply_linears(bare)
+            tile_layers(bare)
+        set_adapter_dtype(self.model, adapter_dtype, before)
+        keep_start(self, start)
+        apply_tower(bare)
+        begin_alike(self.model)
+        use_small_tiles(bare, 1.0, self._outputs())
+        return linears, apply_padding(bare, "" if remove_padding else "remove_padding=False")
+
+    def _checked_processor(self, given: Any, args: Any, rendered: Sequence[Any]) -> Any:
+        """The tokenizer or processor, by default that of the base; it takes the messages of what TRL renders."""
+        processor = load_tokenizer(self.base, args) if given is None else given
+        settings.check_processor(processor, self.base.path, is_given=given is not None)
+        check_cloned(args, processor, self.base.path)
+        if getattr(args, "chat_template_path", None) is None:
+            settings.check_messages(processor, *rendered, is_online=False)
+        return processor
 
     def _rendered(self, args: Any, *datasets: Any) -> Sequence[Any]:
         """The datasets whose messages TRL renders."""

@@ -56,7 +56,7 @@ def test_every_rollout_was_sampled_by_the_version_that_it_says_and_is_trained_on
 ):
     reward = Waiting(0.2, reward_digits)
     sampled, policies = [], {}
-    options = {"base_compute": "baked"} if rollout == "server" else None
+    options = {"base_compute": "vllm"} if rollout == "server" else None
     with make(base, tmp_path, reward, rollout=rollout, max_staleness=staleness, engine_options=options) as trainer:
         bridge, model = trainer.bridge, trainer.model
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -74,7 +74,7 @@ def test_every_rollout_was_sampled_by_the_version_that_it_says_and_is_trained_on
         bridge.sample, bridge.strategy.push = note_rollout, note_policy
         assert bridge.holds_two
         if rollout == "server":  # which started with what the trainer was told
-            assert trainer.engine._about["base_compute"] == "baked"
+            assert trainer.engine._about["base_compute"] == "vllm"
         trainer.train()
 
         assert reward.seen == {f"{a}+{a}=": 4 for a in range(10, 26)}  # an epoch: every prompt, its four completions

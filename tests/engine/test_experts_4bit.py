@@ -27,8 +27,8 @@ from qlora_rl import (
     verify_base,
 )
 from qlora_rl.base.experts import ATTENTION, mix, mixtures_in
-from qlora_rl.bench.live import Live
-from qlora_rl.engine.linears.decoded import DecodedLinear
+from qlora_rl.bench.memory import Live
+from qlora_rl.engine.linears.fused_weight import CodedLinear
 from qlora_rl.engine.options import start_options
 from qlora_rl.engine.worker.experts_4bit import TogetherExperts
 from qlora_rl.memory.lines import engine_base
@@ -84,9 +84,8 @@ def test_all_chosen_experts_at_once_give_the_bits_of_one_after_another(instructi
     kernel = built(instructions)
     if kernel is None:
         pytest.skip("this processor lacks the instructions")
-    buffers = torch.empty(2**12, dtype=torch.bfloat16), torch.empty(2**12)
     pairs = [
-        [DecodedLinear(fused(sizes, columns=columns, seed=seed), *buffers, kernel) for sizes, columns in SHAPES]
+        [CodedLinear(fused(sizes, columns=columns, seed=seed), kernel) for sizes, columns in SHAPES]
         for seed in range(7)
     ]
 
@@ -209,15 +208,13 @@ def test_trainer_and_engine_in_one_process_hold_what_was_planned(architecture, t
         trainer.train()
         estimate, held = trainer.memory.estimate, _storages()
         runner = trainer.engine.llm.llm_engine.model_executor.driver_worker.model_runner
-        # Buffers of fixed size, whatever the model is: vLLM's for a batch, and those into which our kernel decodes.
+        # Buffers of fixed size, whatever the model is: vLLM's for a batch.
         own = [each.cpu for each in vars(runner).values() if isinstance(each, CpuGpuBuffer)]
         own += [each for each in vars(runner).values() if isinstance(each, torch.Tensor)]
-        decoded = [each for each in gc.get_objects() if type(each) is DecodedLinear]
-        own += [each for linear in decoded for each in (linear._buffer, linear._lifted) if each is not None]
         keys = held.keys() - before.keys()
         buffers = keys & {each.untyped_storage()._cdata for each in own}
         found = sum(held[key].nbytes() for key in keys - buffers)
-        del own, decoded
+        del own
     assert sum(held[key].nbytes() for key in buffers) < 20 * 2**20
     assert estimate.held_bytes + estimate.cache_bytes == pytest.approx(found, rel=0.02)
     assert estimate.peak_bytes == pytest.approx(found + peaks[0], rel=0.05)

@@ -6,7 +6,7 @@ import torch
 from support import randomise
 
 from qlora_rl import AdapterSync, Canary, LocalEngine, borrow_base, load_base, verify_base
-from qlora_rl.engine.linears.kernel_choice import RuledLinear
+from qlora_rl.engine.linears.gpu_compute import RuledLinear
 from qlora_rl.sync.in_place import InPlaceTransport
 
 OPTIONS = {"max_lora_rank": 8, "max_model_length": 64, "max_num_seqs": 8}

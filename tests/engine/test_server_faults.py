@@ -39,7 +39,7 @@ from qlora_rl import (
 )
 from qlora_rl.adapter.store import pack_adapter, write_adapter
 from qlora_rl.base.fingerprint import digest_bytes
-from qlora_rl.sync.http_transport import HttpTransport
+from qlora_rl.sync.transports import HttpTransport
 
 OPTIONS = {"max_lora_rank": 8, "max_model_length": 64, "max_num_seqs": 64, "timeout_s": 300}
 SAMPLING = {"max_tokens": 12, "seed": 1, "temperature": 0.9}

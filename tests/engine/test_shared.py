@@ -21,7 +21,7 @@ from qlora_rl import (
 )
 from qlora_rl.base.fingerprint import fingerprint_stored
 from qlora_rl.base.quant import plain_name
-from qlora_rl.engine.linears.kernels import packs_away
+from qlora_rl.engine.linears.base_compute import packs_away
 
 OPTIONS = {"max_lora_rank": 8, "max_model_length": 32, "max_num_seqs": 8}
 IDS = torch.arange(40, 64).reshape(2, 12)

@@ -24,7 +24,7 @@ from qlora_rl.adapter.store import default_root
 from qlora_rl.base.decode import uses_avx512
 from qlora_rl.cpu_features import SETTING
 from qlora_rl.engine.cleanup import trim_memory
-from qlora_rl.engine.linears.kernels import packs_away
+from qlora_rl.engine.linears.base_compute import packs_away
 from qlora_rl.sync.transports import DirectoryTransport
 
 OURS = (

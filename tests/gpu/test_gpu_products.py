@@ -6,8 +6,16 @@ import torch
 from qlora_rl import LocalEngine
 from qlora_rl.bench.products import Linear, make_weight
 from qlora_rl.engine.linears.base_compute import BaseCompute
-from qlora_rl.engine.linears.gpu_compute import gpu_seconds, measure, read_out, table_of_this_gpu
-from qlora_rl.engine.linears.kernel_choice import TOKENS, RuledLinear, multiply_by, ways_for
+from qlora_rl.engine.linears.gpu_compute import (
+    TOKENS,
+    RuledLinear,
+    gpu_seconds,
+    measure,
+    multiply_by,
+    read_out,
+    table_of_this_gpu,
+    ways_for,
+)
 
 pytestmark = [
     pytest.mark.gpu,

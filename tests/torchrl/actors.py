@@ -20,8 +20,8 @@ import transformers.quantizers.quantizer_bnb_4bit  # noqa: F401
 import qlora_rl.base.checkpoint
 import qlora_rl.engine.fake
 import qlora_rl.sync.transports
-import qlora_rl.torchrl.broadcast
-import qlora_rl.torchrl.scheme  # noqa: F401
+import qlora_rl.torchrl.scheme
+import qlora_rl.torchrl.transfer  # noqa: F401
 from qlora_rl import PeerLostError, QloraRLError
 
 _EVENTS = []

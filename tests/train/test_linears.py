@@ -14,7 +14,7 @@ from qlora_rl.base.quant import dequantised_weight, require_bitsandbytes
 from qlora_rl.cpu_features import SETTING, processor
 from qlora_rl.engine.linears import cpu_kernel
 from qlora_rl.engine.linears.cpu_kernel import codes_kernel
-from qlora_rl.engine.linears.decoded import SLICE, DecodedLinear
+from qlora_rl.engine.linears.fused_weight import CodedLinear
 from qlora_rl.train.setup.linears import apply_linears, coded_weight, has_kernel
 
 BF16 = torch.bfloat16
@@ -80,9 +80,7 @@ def test_the_engine_has_the_same_bits_for_a_fused_linear():
     """q, k and v side by side, as vLLM holds them, multiplied by the engine's own layer."""
     sizes = (96, 32, 32)
     weight = fused(sizes)
-    lifted = None if codes_kernel().instructions != "avx2" else torch.empty(SLICE, dtype=torch.float32)
-    engine = DecodedLinear(weight, torch.empty(SLICE, dtype=BF16), lifted, codes_kernel())
-    assert engine.has_kernel
+    engine = CodedLinear(weight, codes_kernel())
     x = torch.randn(9, 128).to(BF16)
     parts = []
     for number, size in enumerate(sizes):

@@ -119,7 +119,7 @@ def budget_on_a_card(
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (int((reported_gib - 1) * GIB), int(reported_gib * GIB)))
     monkeypatch.setattr("qlora_rl.train.setup.memory_budget.memory_gib", lambda: (host_gib, host_gib))
     args.use_cpu = False
-    wanted = {"quantization_config": None, "engine_options": {"base_compute": "auto"} | options, "optimizer": None}
+    wanted = {"quantization_config": None, "engine_options": options, "optimizer": None}
     wanted |= {"adapter_dtype": "float32", "shared": True, "has_engine": True, "rests": rests}
     lora = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
     return MemoryBudget(gpu_memory, str(base.path), args, peft_config=lora, **wanted)
@@ -132,7 +132,6 @@ def test_the_size_of_a_card_is_planned_on_that_card_as_beforehand(reported_gib, 
     beforehand = recommend(base.path, "grpo", 24)
     memory_budget = budget_on_a_card(reported_gib, beforehand.trainer["gpu_memory"], base, config(), monkeypatch)
     assert memory_budget.estimate.budget_bytes == beforehand.estimate.budget_bytes
-    assert memory_budget.engine_options()["memory_limit_gib"] == memory_budget.estimate.budget_bytes / GIB
 
 
 def test_a_card_that_has_less_than_others_of_its_size_gets_what_it_has(base, config, monkeypatch, caplog):
@@ -321,26 +320,3 @@ def test_the_plan_of_an_engine_of_several_ranks_holds_the_baked_base_and_shares_
         make_trainer(rollout="colocate", gpu_memory=0.001, args=config(vllm_tensor_parallel_size=2))
     assert "base, engine" in str(caught.value)
     assert "baked" in str(caught.value)
-
-
-def test_an_engine_that_chooses_how_to_multiply_is_told_what_the_run_will_hold(make_trainer, config, colocate):
-    """Baked copies are made only where the estimate leaves room for them."""
-    trainer = make_trainer(rollout="colocate", gpu_memory=2.0, engine_options={"base_compute": "auto"})
-    asked, estimate = colocate[-1], trainer.memory.estimate
-    assert asked["base_compute"] == "auto"
-    assert asked["planned_memory_gib"] == estimate.peak_bytes / GIB
-    assert asked["memory_limit_gib"] == 2.0
-    make_trainer(rollout="colocate", gpu_memory=2.0, args=config(output_dir=config().output_dir + "-2"))
-    assert "planned_memory_gib" not in colocate[-1]
-
-
-def test_decoded_copies_that_the_engine_is_to_keep_are_planned(make_trainer, config, base):
-    plain = make_trainer(rollout="colocate").memory.estimate
-    options = {"base_compute": "baked"}
-    kept = make_trainer(
-        rollout="colocate", engine_options=options, args=config(output_dir=config().output_dir + "-2")
-    ).memory.estimate
-    (line,) = set(kept.lines) - set(plain.lines)
-    assert line.name == "base, decoded copies"
-    assert kept.peak_bytes - plain.peak_bytes == line.nbytes > 0
-    assert "base_compute='nf4'" in {saving.advice for saving in kept.savings()}

@@ -12,7 +12,7 @@ from trl import DPOConfig, SFTConfig
 
 from qlora_rl import QLoRADPOTrainer, QLoRASFTTrainer, plan_memory, prepare_base
 from qlora_rl.base.experts import ATTENTION
-from qlora_rl.bench.live import Live
+from qlora_rl.bench.memory import Live
 from qlora_rl.bench.shapes import Shape, make_model
 from qlora_rl.memory.shape import read_config
 

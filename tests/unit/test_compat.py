@@ -14,8 +14,8 @@ import torch
 
 from qlora_rl import ConfigConflictError, MissingDependencyError
 from qlora_rl.engine import compat
-from qlora_rl.engine.cache import kv_cache_needed
 from qlora_rl.engine.images import ImagePrompt
+from qlora_rl.engine.options import kv_cache_needed
 from qlora_rl.engine.sampling import several
 
 

@@ -274,9 +274,9 @@ def test_an_engine_that_is_not_to_sleep_is_left_awake_by_the_plan(said, told, tm
 
 def test_a_server_that_is_started_is_told_what_to_multiply_with(tmp_path):
     document = with_field("rollout", "where", "server")
-    document["rollout"] |= {"base_compute": "baked"}
+    document["rollout"] |= {"base_compute": "vllm"}
     arguments = trainer_arguments(read_config(written(tmp_path, document), asks_trl=False))
-    assert (arguments["rollout"], arguments["engine_options"]) == ("server", {"base_compute": "baked"})
+    assert (arguments["rollout"], arguments["engine_options"]) == ("server", {"base_compute": "vllm"})
     assert "base_compute" in inspect.signature(serve).parameters
 
 

@@ -1,43 +1,28 @@
 """One adapter multiplied without detours: every token gets its own adapter and no other, out of the live buffers."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from support import BUILDS, built
 
-from qlora_rl.engine.linears import linear
-from qlora_rl.engine.linears.linear import AdaptedLinear, AdapterProducts, group
+from qlora_rl.engine.linears.linear import AdapterProducts, group
 
 SIZES, RANK, IN = (48, 16, 16), 4, 32
-WAYS = {"block-diagonal": torch.float32, "apart": torch.float32} | dict.fromkeys(BUILDS, torch.bfloat16)
+WAYS = {"torch": torch.float32} | dict.fromkeys(BUILDS, torch.bfloat16)
 
 
 def reject(*_, **__):
     raise AssertionError("vLLM's own way was taken")
 
 
-def pack(weight):
-    """A product with a copy, as vLLM's kernels make one; the number of them is noted."""
-    held = weight.clone()
-    pack.count += 1
-    return lambda x, bias: torch.nn.functional.linear(x, held, bias)
-
-
-pack.count = 0
-
-
 @pytest.fixture(params=WAYS)
-def layer(request, monkeypatch):
+def layer(request):
     """Products, and the buffers of a fused linear with three slots."""
     generator, kernel, dtype = torch.Generator().manual_seed(0), None, WAYS[request.param]
-    if request.param == "apart":
-        monkeypatch.setattr(linear, "ZEROS", 0)
     if dtype == torch.bfloat16:
         kernel = built(request.param)
         if kernel is None:
             pytest.skip("this processor lacks the instructions")
-    products = AdapterProducts(reject, pack if kernel is None else reject, kernel)
+    products = AdapterProducts(reject, kernel)
     a = tuple(torch.randn(3, 1, RANK, IN, generator=generator).to(dtype) for _ in SIZES)
     b = tuple(torch.randn(3, 1, size, RANK, generator=generator).to(dtype) for size in SIZES)
     return products, a, b
@@ -97,47 +82,6 @@ def test_what_is_written_into_a_slot_counts_from_the_next_product_on(layer, writ
             assert near(y, expected(torch.zeros_like(y), x, a, b, [1] * 5), x.dtype)
 
 
-def test_nothing_is_packed_twice_without_a_write(layer):
-    products, a, b = layer
-    x = torch.randn(4, IN).to(a[0].dtype)
-    for slots in ([0] * 4, [2] * 4, [0, 2, -1, 0]):
-        products.note(torch.tensor(slots))
-        products(x.new_zeros(4, sum(SIZES)), x, a, b, 1.0, SIZES)
-    before = pack.count
-    products(x.new_zeros(4, sum(SIZES)), x, a, b, 1.0, SIZES)
-    assert pack.count == before
-
-
-def test_many_zeros_are_not_packed(monkeypatch):
-    """A block-diagonal B of three parts would be three times as large."""
-    packed = []
-    products = AdapterProducts(reject, lambda weight: packed.append(tuple(weight.shape)) or pack(weight))
-    a, b = tuple(torch.zeros(1, 1, 64, IN) for _ in range(3)), tuple(torch.zeros(1, 1, 2048, 64) for _ in range(3))
-    products.note(torch.tensor([0]))
-    products(torch.zeros(1, 3 * 2048), torch.zeros(1, IN), a, b, 1.0, (2048,) * 3)
-    assert packed == [(192, IN), (2048, 64), (2048, 64), (2048, 64)]
-
-
-@pytest.mark.parametrize("shape", [(4, IN), (1, 4, IN)])
-def test_a_whole_linear_adds_the_adapter_to_what_its_base_gives(layer, shape):
-    products, a, b = layer
-    dtype = a[0].dtype
-    weight = torch.randn(sum(SIZES), IN).to(dtype)
-    method = SimpleNamespace(apply=lambda base, x, bias: torch.nn.functional.linear(x, base.weight, bias))
-    owner = SimpleNamespace(
-        base_layer=SimpleNamespace(weight=weight, quant_method=method),
-        lora_a_stacked=a,
-        lora_b_stacked=b,
-        output_slices=SIZES,
-    )
-    x, bias, slots = torch.randn(shape).to(dtype), torch.randn(sum(SIZES)).to(dtype), [1, -1, 2, 2]
-    products.note(torch.tensor(slots))
-    out = AdaptedLinear(owner, products)(x, bias)
-    base = torch.nn.functional.linear(x, weight, bias).flatten(0, -2)
-    assert out.shape == (*shape[:-1], sum(SIZES))
-    assert near(out.flatten(0, -2), expected(base, x.flatten(0, -2), a, b, slots), dtype)
-
-
 def test_an_adapter_that_is_not_finite_spoils_no_other_token(layer):
     products, a, b = layer
     a[0][0].fill_(float("nan"))
@@ -167,8 +111,6 @@ def test_storage_that_was_replaced_under_a_buffer_is_not_read_any_more(layer):
     x = torch.randn(2, IN).to(a[0].dtype)
     products.note(torch.tensor([0, 0]))
     products(x.new_zeros(2, sum(SIZES)), x, a, b, 1.0, SIZES)
-    if products._kernel is None:
-        pytest.skip("torch counts no write here; a copy is read")
     kept = b[1].data
     b[1].data = b[1] * 2
     kept.zero_()
@@ -178,18 +120,17 @@ def test_storage_that_was_replaced_under_a_buffer_is_not_read_any_more(layer):
 
 
 @pytest.mark.parametrize("instructions", BUILDS)
-def test_an_adapter_that_the_kernel_does_not_take_is_packed(instructions):
+def test_an_adapter_that_the_kernel_does_not_take_is_multiplied_by_torch(instructions):
     kernel = built(instructions)
     if kernel is None:
         pytest.skip("this processor lacks the instructions")
     generator = torch.Generator().manual_seed(0)
     a = tuple(torch.randn(1, 1, RANK, IN, generator=generator).to(torch.bfloat16) for _ in SIZES)
     b = tuple(torch.randn(1, 1, size - 8, RANK, generator=generator).to(torch.bfloat16) for size in SIZES)
-    products, before = AdapterProducts(reject, pack, kernel), pack.count
+    products = AdapterProducts(reject, kernel)
     products.note(torch.tensor([0, 0]))
     x, y = torch.randn(2, IN).to(torch.bfloat16), torch.zeros(2, sum(SIZES) - 24, dtype=torch.bfloat16)
     products(y, x, a, b, 1.0, [size - 8 for size in SIZES])
-    assert pack.count > before
     assert near(y, expected(torch.zeros_like(y), x, a, b, [0, 0]), torch.bfloat16)
 
 
@@ -205,7 +146,7 @@ def test_an_output_that_is_not_contiguous_gets_its_adapter(layer):
 @pytest.mark.parametrize("change", ["dtype", "tokens", "argument", "before the first step"])
 def test_what_is_not_of_the_plain_kind_is_left_to_vllm(change):
     taken = []
-    products = AdapterProducts(lambda *_, **more: taken.append(more), pack)
+    products = AdapterProducts(lambda *_, **more: taken.append(more))
     a, b = (torch.zeros(1, 1, RANK, IN),), (torch.zeros(1, 1, 8, RANK),)
     if change != "before the first step":
         products.note(torch.tensor([0, 0, 0]))

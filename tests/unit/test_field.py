@@ -127,7 +127,7 @@ def problems(text, *claims, log=""):
 MEASURED = {"file": "base_proof.json", "values": [["largest_relative_scale_error"]], "scale": 100}
 
 
-SET = {"code": "qlora_rl/engine/linears/kernel_choice.py"}
+SET = {"code": "qlora_rl/engine/linears/gpu_compute.py"}
 SOURCE = """
 A, B = 2 * 2**3, 0.5
 BOUNDS = {"float32": {"least": 1e-6}}
@@ -169,7 +169,7 @@ def test_a_constant_is_read_where_it_is_given(place, value):
         ("off by 0.71 %", {"says": "off by 0.71 %", "setting": "x"}, "say what it is"),
         ("3 % faster", {"says": "3 % faster", **SET, "values": [["MARGIN"]], "scale": 100}, None),
         ("4 % faster", {"says": "4 % faster", **SET, "values": [["MARGIN"]], "scale": 100},
-            "4, but qlora_rl/engine/linears/kernel_choice.py has 3"),
+            "4, but qlora_rl/engine/linears/gpu_compute.py has 3"),
         ("3 % faster", {"says": "3 % faster", **SET, "values": [["GONE"]]}, "has nothing at"),
         ("off by 0.71 %", {"says": "off by 0.71 %"}, "no source"),
         ("off by 0.71 %", {"says": "off by 0.71 %", "log": "2026-01-01"}, None),

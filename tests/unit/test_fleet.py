@@ -19,7 +19,7 @@ from qlora_rl.engine.client.engine import PREFIX, START, VERSION, ServerEngine
 from qlora_rl.engine.fleet import Fleet, ray_replica
 from qlora_rl.engine.fleet import engine as module
 from qlora_rl.engine.fleet import replicas as team
-from qlora_rl.engine.fleet.load_balancer import LoadBalancer
+from qlora_rl.engine.fleet.replicas import LoadBalancer
 
 KEY = "a-key-of-some-length"
 BASE = BaseFingerprint({}).digest

@@ -6,15 +6,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_decoded import LAYER, close, fused, plain
+from test_fused_weight import LAYER, close, fused, plain
 
 from qlora_rl.engine.linears.fused_weight import Joined
-from qlora_rl.engine.linears.gpu_compute import Table, install_on_gpu, key_of, measure, summary, tokens_up_to
-from qlora_rl.engine.linears.kernel_choice import (
+from qlora_rl.engine.linears.gpu_compute import (
     RuledLinear,
+    Table,
     choose_rules,
+    install_on_gpu,
+    key_of,
+    measure,
     multiply_by,
     product_4bit,
+    summary,
+    tokens_up_to,
     way_for,
     ways_for,
 )
@@ -149,11 +154,12 @@ class Clock:
 def test_a_start_measures_says_what_it_chose_and_the_next_one_measures_nothing(tmp_path):
     file, versions = tmp_path / "deep" / "card.json", {"torch": "1"}
     model, clock = model_of(fused(seed=0), fused(seed=1)), Clock(3.0, 1.0, 2.0)
-    done, changed = install_on_gpu(
+    done = install_on_gpu(
         model, 2, table=Table.open("a card", versions, file), stopwatch=clock, with_triton=False, device="cpu"
     )
     assert clock.asked == 6  # three ways, one shape, 1 and 2 tokens
-    assert (done.base, dict(done.ways), len(changed)) == ("measured", {KEY: "2=joined"}, 2)
+    assert (done.base, dict(done.ways)) == ("measured", {KEY: "2=joined"})
+    assert [type(layer.quant_method.apply) for layer in model.children()] == [RuledLinear] * 2
     assert str(done) == f"linears multiply with: measured (measured on a card); {KEY}: 2=joined; adapters: vllm"
     x = torch.randn(2, 128).to(torch.bfloat16)
     assert close(model.layer1.quant_method.apply(model.layer1, x), plain(model.layer1.weight, x))
@@ -164,14 +170,14 @@ def test_a_start_measures_says_what_it_chose_and_the_next_one_measures_nothing(t
         raise AssertionError("nothing is to be measured")
 
     again = model_of(fused())
-    done, _ = install_on_gpu(
+    done = install_on_gpu(
         again, 2, table=Table.open("a card", versions, file), stopwatch=broken, with_triton=False, device="cpu"
     )
     assert done.ways == {KEY: "2=joined"}
     # More sequences at once than then: only what is missing is measured.
     clock = Clock(1.0, 1.0, 1.0)
     table = Table.open("a card", versions, file)
-    done, _ = install_on_gpu(model_of(fused()), 4, table=table, stopwatch=clock, with_triton=False, device="cpu")
+    done = install_on_gpu(model_of(fused()), 4, table=table, stopwatch=clock, with_triton=False, device="cpu")
     assert clock.asked == 3
     assert done.ways == {KEY: "2=joined"}
 
@@ -189,10 +195,8 @@ def test_where_nothing_is_faster_the_layers_stay_as_they_are(tmp_path):
     odd.bnb_quant_state[0].nested = True
     model = model_of(fused(seed=0), fused((96,), seed=1), odd)
     table = Table.open("a card", {}, None)
-    done, changed = install_on_gpu(
-        model, 1, table=table, stopwatch=Clock(1.0, 1.0, 2.0), with_triton=False, device="cpu"
-    )
-    assert (done.base, changed) == ("vllm", [])
+    done = install_on_gpu(model, 1, table=table, stopwatch=Clock(1.0, 1.0, 2.0), with_triton=False, device="cpu")
+    assert done.base == "vllm"
     assert done.reason == "nothing is faster than vLLM's own way on a card"
     assert done.left == {"layer2": "its scales are quantised"}
     assert done.ways == {KEY: "parts", "96x128 nf4/64 96": "parts"}
@@ -222,5 +226,5 @@ def test_vllm_gets_the_measuring_worker_only_on_a_gpu_that_was_told_so(base, mon
 
     monkeypatch.setattr(compat, "platform_is_cpu", lambda: is_cpu)
     arguments = options.start_options(base.path, base_compute=wish).arguments
-    assert (arguments.get("worker_cls") == "qlora_rl.engine.worker.gpu.Worker") is changed
+    assert (arguments.get("worker_cls") == "qlora_rl.engine.worker.workers.MeasuringWorker") is changed
     assert ("additional_config" in arguments) is changed

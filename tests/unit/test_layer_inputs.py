@@ -9,7 +9,7 @@ import torch
 from copiers import LateCopier
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from qlora_rl.bench.live import Live
+from qlora_rl.bench.memory import Live
 from qlora_rl.memory import lines as count
 from qlora_rl.train.setup.layer_inputs import SMALLEST, LayerInputs, keep_on_host
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from qlora_rl.base.checkpoint import prepare_base
-from qlora_rl.bench.live import Live
-from qlora_rl.bench.memory import Step, line_of
+from qlora_rl.bench.memory import Live, Step, line_of
 from qlora_rl.bench.shapes import Shape, make_model
 from qlora_rl.cli import main
 

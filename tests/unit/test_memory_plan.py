@@ -17,15 +17,14 @@ from qlora_rl.adapter.inspected import shorten_lora
 from qlora_rl.base.attention.attend import without_masks
 from qlora_rl.base.experts import ATTENTION
 from qlora_rl.base.model_classes import vision_parts
-from qlora_rl.bench.live import Live
+from qlora_rl.bench.memory import Live
 from qlora_rl.cli import main
-from qlora_rl.cpu_features import Processor, processor
+from qlora_rl.cpu_features import processor
 from qlora_rl.memory import lines as count
 from qlora_rl.memory import shape as shapes
 from qlora_rl.memory import step
 from qlora_rl.memory.cards import CARDS, RESERVE_GIB, ROOM, card_size, usable_gib
-from qlora_rl.memory.choice import WAYS
-from qlora_rl.memory.plan import largest_length
+from qlora_rl.memory.plan import WAYS, largest_length
 from qlora_rl.memory.published import models, published
 from qlora_rl.memory.request import MemoryRequest
 from qlora_rl.memory.shape import Cache, read_config, read_shape, skeleton
@@ -784,29 +783,13 @@ def test_plan_as_json_holds_every_line(config_json, capsys):
     assert adapter["nbytes"] == 4 * 36 * 32 * (4096 + 4096 + 4096 + 1024)
 
 
-@pytest.mark.parametrize(
-    ("products", "kernel", "width"), [("native", "", 2), ("float32", "avx2", 2), ("float32", "", 4)]
-)
-def test_plan_has_a_line_for_decoded_copies_and_only_on_the_cpu(
-    products, kernel, width, config_json, capsys, monkeypatch
-):
-    monkeypatch.setenv("QLORA_RL_CPU_PRODUCTS", products)
-    monkeypatch.setattr(Processor, "codes_kernel", kernel)
-    lines = {}
-    for way in ("nf4", "baked"):
-        assert main(["plan", config_json, "--base-compute", way, "--json"]) == 0
-        found = json.loads(capsys.readouterr().out)
-        assert found["processor"] == processor().as_dict()
-        lines[way] = {line["name"]: line["nbytes"] for line in found["lines"]}
-    copies = lines["baked"].pop("base, decoded copies")
-    assert lines["baked"] == lines["nf4"]
-    assert "CUDA and vLLM" not in lines["nf4"]
-    spec, shape = QuantSpec(), read_shape(read_config(config_json))
-    assert copies == width * sum(o * i for n, (o, i) in shape.linears.items() if count.is_quantised(n, spec))
-    assert main(["plan", config_json, "--base-compute", "nf4"]) == 0
+def test_plan_for_a_cpu_names_the_processor_and_counts_nothing_of_cuda(config_json, capsys):
+    assert main(["plan", config_json, "--cpu", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["processor"] == processor().as_dict()
+    assert "CUDA and vLLM" not in {line["name"] for line in found["lines"]}
+    assert main(["plan", config_json, "--cpu"]) == 0
     assert f"\nprocessor: {processor()}\n" in capsys.readouterr().out
-    with pytest.raises(ConfigConflictError, match="baked"):
-        MemoryRequest(copies_dtype="bfloat16", device="cuda")
 
 
 def test_plan_reads_how_a_prepared_base_is_held(tmp_path, capsys):

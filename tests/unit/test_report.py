@@ -26,9 +26,9 @@ from qlora_rl.locks import hold
 from qlora_rl.report import read_run, summarise, write_report
 from qlora_rl.report.charts import Line, Reference, draw_chart, linear_axis, log_axis, smooth, thin_out
 from qlora_rl.report.live import HOST, LiveReport
+from qlora_rl.report.outcomes import judge_sample
 from qlora_rl.report.page import name_runs
 from qlora_rl.report.quantities import factor, octets, plain, seconds, share
-from qlora_rl.report.samples import judge_sample
 
 METRIC = dict(
     mismatch_kl=8e-5, ratio_p01=0.98, ratio_p50=1.0, ratio_p99=1.02, ess=0.999, sync_seconds=0.002, sync_bytes=1.3e6,

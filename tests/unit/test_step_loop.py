@@ -10,8 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from qlora_rl.engine.local import step_loop
-from qlora_rl.engine.local.step_loop import Driver, alone
-from qlora_rl.engine.local.stream import OwnStream
+from qlora_rl.engine.local.step_loop import Driver, OwnStream, alone
 from qlora_rl.errors import EngineBrokenError, RolloutCancelledError
 from qlora_rl.stages import counted
 

@@ -244,163 +244,6 @@ def test_what_is_installed_is_read_once_while_libraries_are_imported():
     assert importlib.metadata.packages_distributions is own
 
 
-def test_a_command_sets_its_libraries_aside_and_leaves_another_process_alone():
-    """Full collections of a million objects took a fifth of the time to the first step."""
-    code = (
-        "import gc, sys\n"
-        "from qlora_rl.engine.loading import as_command, loading\n"
-        "def run():\n"
-        "    with loading('torch'): pass\n"
-        "    print(gc.get_freeze_count())\n"
-        "    return 0\n"
-    )
-    counts = [int(_alone(code + end).stdout) for end in ("as_command(run)", "run()")]
-    assert counts[0] > 10_000
-    assert counts[1] == 0
-
-
-def test_what_a_command_has_set_aside_stays_so_until_it_is_released():
-    """vLLM freezes its objects with all others when an engine starts, and unfreezes all of them, a million, when it
-    ends."""
-    code = (
-        "import gc, sys\n"
-        "from qlora_rl.engine.loading import as_command, loading, released\n"
-        "true = gc.freeze, gc.unfreeze\n"
-        "def run():\n"
-        "    with loading('torch'): pass\n"
-        "    count = gc.get_freeze_count()\n"
-        "    gc.unfreeze(); gc.freeze()\n"
-        "    print(count > 10_000, gc.get_freeze_count() == count)\n"
-        "    released()\n"
-        "    print(gc.get_freeze_count(), (gc.freeze, gc.unfreeze) == true)\n"
-        "    return 0\n"
-        "as_command(run)"
-    )
-    assert _alone(code).stdout == "True True\n0 True\n"
-
-
-def test_main_gives_back_the_garbage_collector():
-    code = (
-        "import gc, sys\n"
-        "from qlora_rl.cli import main\n"
-        "from qlora_rl.engine import loading\n"
-        "true = gc.freeze, gc.unfreeze\n"
-        "def run():\n"
-        "    with loading.loading('torch'): pass\n"
-        "    main(['report', '/'])\n"
-        "    print(gc.get_freeze_count(), (gc.freeze, gc.unfreeze) == true)\n"
-        "    return 0\n"
-        "loading.as_command(run)"
-    )
-    assert _alone(code).stdout == "0 True\n"
-
-
-@pytest.mark.parametrize(
-    ("is_command", "runs_files", "before", "finds"),
-    [
-        (True, False, "", "False False"),
-        (True, True, "", "True True"),
-        (False, False, "", "True True"),
-        (True, False, "transformers", "True True"),  # which has looked
-        (True, False, "scipy", "True False"),
-    ],
-)
-def test_a_command_without_files_of_the_user_hides_optional_packages_from_its_libraries(
-    tmp_path, is_command, runs_files, before, finds
-):
-    """SciPy and scikit-learn are a tenth of a start."""
-    for name in ("scipy", "sklearn", "transformers"):
-        (tmp_path / f"{name}.py").touch()
-    (tmp_path / "library.py").write_text(
-        "found = []\n"
-        "for name in ('scipy', 'sklearn'):\n"
-        "    try: __import__(name); found.append(True)\n"
-        "    except ImportError: found.append(False)\n"
-    )
-    code = (
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        f"{'import ' + before if before else ''}\n"
-        "from qlora_rl.engine.loading import as_command, loading\n"
-        "def run():\n"
-        f"    with loading('library', runs_files={runs_files}): pass\n"
-        "    print(*sys.modules['library'].found)\n"
-        "    import scipy, sklearn\n"
-        "    return 0\n"
-        f"{'as_command(run)' if is_command else 'run()'}"
-    )
-    assert _alone(code).stdout == f"{finds}\n"
-
-
-def test_vllm_and_transformers_do_without_them():
-    code = (
-        "import sys\n"
-        "from qlora_rl.engine.loading import as_command, loading\n"
-        "def run():\n"
-        "    with loading('vllm.multimodal.audio', "
-        "'transformers.generation.candidate_generator', runs_files=False): pass\n"
-        "    print({'scipy', 'sklearn'} & set(sys.modules))\n"
-        "    return 0\n"
-        "as_command(run)"
-    )
-    assert _alone(code).stdout == "set()\n"
-
-
-ENDS = """
-import atexit, sys, threading, time
-atexit.register(print, "exit handler of before")
-from qlora_rl.engine.loading import as_command, leave_at_once
-class TakenApart:
-    def __del__(self): print("taken apart")
-def run():
-    global kept; kept = TakenApart(); kept.itself = kept
-    {at_once}
-    atexit.register(print, "exit handler")
-    threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
-    print("said")
-    {ends}
-sys.exit(as_command(run))
-"""
-ALL = ["said", "thread", "exit handler", "exit handler of before"]
-
-
-@pytest.mark.parametrize(
-    ("at_once", "ends", "status"),
-    [
-        (True, "return 0", 0),
-        (False, "return 0", 0),
-        (True, "return 3", 3),
-        (True, "raise KeyError('no such thing')", 1),
-        (True, "sys.exit(4)", 4),
-    ],
-)
-def test_a_command_ends_without_taking_its_libraries_apart(at_once, ends, status):
-    """Three seconds with vLLM. Threads and exit handlers are waited for; what fails or is raised goes the usual way."""
-    done = _alone(ENDS.format(at_once="leave_at_once()" if at_once else "pass", ends=ends), check=False)
-    leaves = at_once and ends == "return 0"
-    assert done.stdout.splitlines() == ALL + ["taken apart"] * (not leaves)
-    assert done.returncode == status
-    assert ("KeyError: 'no such thing'" in done.stderr) == ends.startswith("raise")
-
-
-@pytest.mark.parametrize(
-    ("words", "leaves"),
-    [
-        (["report", "/"], True),
-        (["train", "/no/such/run.toml"], False),
-        (["plan", "/no/such/model"], True),
-        (["plan", "/no/such/model", "--trust-remote-code"], False),
-    ],
-)
-def test_a_command_that_runs_no_file_of_the_user_ends_at_once(words, leaves):
-    code = (
-        "from qlora_rl.cli import main\n"
-        "from qlora_rl.engine import loading\n"
-        f"status = main({words})\n"
-        "print(status, loading._ends_at_once)\n"
-    )
-    assert _alone(code).stdout == f"1 {leaves}\n"
-
-
 @pytest.mark.parametrize("blocked", ["vllm", "vllm.entrypoints.llm"])
 def test_verify_without_a_vllm_that_works_could_not_tell(base, blocked):
     """1 would mean that the bases differ."""
@@ -412,26 +255,6 @@ def test_verify_without_a_vllm_that_works_could_not_tell(base, blocked):
     done = _alone(code)
     assert done.stdout.splitlines()[-1] == "2"
     assert "could not tell: " in done.stderr
-
-
-def test_a_command_whose_output_is_lost_says_so(tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(
-        "from qlora_rl.engine.loading import as_command, leave_at_once\n"
-        "as_command(lambda: leave_at_once() or print('x' * 5000) or 0)\n"
-    )
-    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-
-    def ends(where):
-        done = subprocess.run(
-            ["sh", "-c", f'exec "$0" "$1" {where}', sys.executable, program],
-            env=buffered, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        return done.returncode, done.stderr
-
-    assert ends(">/dev/full") == (120, "qlora-rl: output was lost: [Errno 28] No space left on device\n")
-    assert ends(">&-") == (0, "")  # Python has no stdout then
-    assert ends(">/dev/null") == (0, "")
 
 
 def test_a_demo_in_a_directory_that_holds_a_run_says_so_before_it_imports(tmp_path):
@@ -451,8 +274,7 @@ def test_a_demo_in_a_directory_that_holds_a_run_says_so_before_it_imports(tmp_pa
 def test_a_command_that_ends_with_an_error_says_so_and_nothing_else(tmp_path):
     """triton's bindings print forty lines where the interpreter's end does not find what they have made."""
     done = _alone(
-        f"import sys; from qlora_rl.cli import program; sys.argv = ['', 'chat', {str(tmp_path)!r}]; "
-        "sys.exit(program())",
+        f"import sys; from qlora_rl.cli import main; sys.argv = ['', 'chat', {str(tmp_path)!r}]; sys.exit(main())",
         check=False,
     )
     assert done.returncode == 1

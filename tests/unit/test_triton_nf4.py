@@ -155,7 +155,7 @@ def model_of(*weights):
 
 @interpreted
 def test_an_engine_takes_the_kernel_where_the_clock_says_so(tmp_path):
-    from test_decoded import close, fused, plain
+    from test_fused_weight import close, fused, plain
 
     from qlora_rl.engine.linears.gpu_compute import Table, install_on_gpu
 
@@ -169,8 +169,7 @@ def test_an_engine_takes_the_kernel_where_the_clock_says_so(tmp_path):
         return 1.0 / len(asked)  # whatever comes last is the fastest: the last tile
 
     table = Table.open("a card", {}, tmp_path / "card.json")
-    done, changed = install_on_gpu(model, 4, table=table, stopwatch=clock, with_triton=True, device="cpu")
-    assert len(changed) == 3
+    done = install_on_gpu(model, 4, table=table, stopwatch=clock, with_triton=True, device="cpu")
     assert set(asked) == {2, 1}  # the two of one shape take turns
     last = f"triton {tiles_for(4)[-1]}"
     assert done.ways == {"160x128 nf4/64 96+32+32": f"4={last}", "96x128 nf4/64 96": f"4={last}"}
@@ -183,7 +182,7 @@ def test_an_engine_takes_the_kernel_where_the_clock_says_so(tmp_path):
 
 @interpreted
 def test_a_kernel_that_decodes_otherwise_is_not_used(tmp_path):
-    from test_decoded import fused
+    from test_fused_weight import fused
 
     from qlora_rl.engine.linears.fused_weight import Joined
     from qlora_rl.engine.linears.gpu_compute import read_out
@@ -202,7 +201,7 @@ def test_a_tile_is_read_as_it_was_written():
 
 
 def test_another_way_is_rejected():
-    from qlora_rl.engine.linears.kernel_choice import multiply_by
+    from qlora_rl.engine.linears.gpu_compute import multiply_by
 
     with pytest.raises(ConfigConflictError, match=r"no way 'int3'"):
         multiply_by("int3", torch.zeros(1, 64), None, None, None, [1], 64, "nf4")

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from qlora_rl.adapter.store import unpack_adapter
 from qlora_rl.contracts import BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec
 from qlora_rl.engine.fleet.dense import Broadcast, Kept
-from qlora_rl.engine.fleet.load_balancer import LoadBalancer
-from qlora_rl.engine.fleet.replicas import Replica, Replicas, check_alike
+from qlora_rl.engine.fleet.replicas import LoadBalancer, Replica, Replicas, check_alike
 from qlora_rl.engine.images import Prompt, as_prompts, token_ids
 from qlora_rl.engine.sampling import check_lengths
 from qlora_rl.errors import (

@@ -1,7 +1,7 @@
 // Products of tokens with 4-bit weights: a few rows are decoded at a time and stay in the first cache, so that memory gives half a byte for a weight.
 // Products of gradients with them, a few columns at a time.
-// The same with bf16 weights, for a processor that has no instructions for those, and LoRA adapters added to such products, read where vLLM keeps
-// them. And the norm between such products. Built by `native.py`, without headers of torch.
+// LoRA adapters added to such products, read where vLLM keeps them. The norm between
+// such products. Built by `cpu_kernel.py`, without headers of torch.
 //
 // A weight is bf16(value[code] * scale), as bitsandbytes decodes it; products are added up in float32 and rounded once to bf16. The
 // bits of a token's result depend neither on the other tokens nor on the number of threads.
@@ -48,14 +48,6 @@ struct Coded {
     const uint8_t* row(int64_t weight, int64_t row) const { return codes[weight] + row * columns / 2; }
     const float* row_scales(int64_t weight, int64_t row) const { return scales[weight] + row * columns / block; }
     const char* at(int64_t weight, int64_t number) const { return (const char*)row(weight, number); }
-};
-
-// A weight in bf16.
-struct Plain {
-    const uint16_t* weight;
-    int64_t columns;
-
-    const char* at(int64_t, int64_t row) const { return (const char*)(weight + row * columns); }
 };
 
 inline float wide(uint16_t x) {
@@ -254,8 +246,6 @@ inline void tile_back(const Number* gradient, int64_t stride, const Number* pane
 }
 
 inline const Number* prepared(const uint16_t* x, Number*, int64_t, int64_t) { return x; }
-
-inline void read_plain(const uint16_t* row, int64_t columns, Number* out) { std::copy(row, row + columns, out); }
 
 inline void in_order(const Number* row, int64_t columns, uint16_t* out) { std::copy(row, row + columns, out); }
 
@@ -504,13 +494,8 @@ inline void read(const Coded& of, int64_t weight, int64_t row, Number* out) {
     decode(of.row(weight, row), of.row_scales(weight, row), values_of(of.table), of.columns, of.block, out);
 }
 
-inline void read(const Plain& of, int64_t, int64_t row, Number* out) { read_plain(of.weight + row * of.columns, of.columns, out); }
-
-inline int64_t opened(const Plain&, int64_t, int64_t, int64_t, Number*, int64_t, const Number*, int64_t, uint16_t*, int64_t) { return 0; }
-
 // Weights [O, I], each times tokens starts[p] to starts[p + 1].
-template <typename Rows>
-void multiply(int64_t weights, const Rows& of, const int64_t* starts, const uint16_t* x, uint16_t* out, int64_t rows, int64_t columns, int threads) {
+void multiply(int64_t weights, const Coded& of, const int64_t* starts, const uint16_t* x, uint16_t* out, int64_t rows, int64_t columns, int threads) {
     const int64_t width = columns + LINE / (int64_t)sizeof(Number), tokens = starts[weights];
     const int64_t held = std::clamp<int64_t>(HELD_BYTES / (width * (int64_t)sizeof(Number)) / GROUP, 1, MOST_GROUPS) * GROUP;
     const int64_t groups = (rows + held - 1) / held, bytes = of.at(0, held) - of.at(0, 0);
@@ -610,12 +595,6 @@ void qlora_rl_multiply_back(const uint8_t* codes, const float* scales, const flo
     for (int64_t first = 0; first < tokens; first += chunk)
         multiply_back(Coded{&codes, &scales, table, columns, block}, gradient + first * rows, out + first * columns, std::min(chunk, tokens - first), rows,
                       threads);
-}
-
-// A bf16 weight [O, I] times tokens [T, I].
-void qlora_rl_multiply_plain(const uint16_t* weight, const uint16_t* x, uint16_t* out, int64_t tokens, int64_t rows, int64_t columns, int threads) {
-    const int64_t starts[2] = {0, tokens};
-    multiply(1, Plain{weight, columns}, starts, x, out, rows, columns, threads);
 }
 
 // A x of an adapter of N parts, rounded to bf16 as a 16-bit product is.

@@ -16,7 +16,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -47,22 +47,12 @@ class CodesKernel:
         self._decode.argtypes = [*[_POINTER] * 4, *[_NUMBER] * 3, ctypes.c_int]
         self._multiply_back = library.qlora_rl_multiply_back
         self._multiply_back.argtypes = [*[_POINTER] * 5, *[_NUMBER] * 4, ctypes.c_int]
-        self._plain = library.qlora_rl_multiply_plain
-        self._plain.argtypes = [*[_POINTER] * 3, *[_NUMBER] * 3, ctypes.c_int]
         self._low, self._add = library.qlora_rl_adapter_low, library.qlora_rl_adapter_add
         self._low.argtypes = [_NUMBER, _POINTER, _NUMBER, *[_POINTER] * 2, *[_NUMBER] * 2, ctypes.c_int]
         self._add.argtypes = [_NUMBER, *[_POINTER] * 2, _NUMBER, *[_POINTER] * 2, _NUMBER, ctypes.c_float, ctypes.c_int]
         self._norm = library.qlora_rl_norm
         self._norm.argtypes = [*[_POINTER] * 4, *[_NUMBER] * 2, ctypes.c_float, ctypes.c_int]
-        for function in (
-            self._multiply,
-            self._multiply_back,
-            self._decode,
-            self._plain,
-            self._low,
-            self._add,
-            self._norm,
-        ):
+        for function in (self._multiply, self._multiply_back, self._decode, self._low, self._add, self._norm):
             function.restype = None
         self.instructions = instructions
 
@@ -132,18 +122,6 @@ class CodesKernel:
         )  # fmt: skip
         return out_TI
 
-    def takes_plain(self, columns: int) -> bool:
-        """It multiplies bf16 weights with rows of so many columns; `kernels.pack` asks whether torch would."""
-        return self.instructions == "avx2" and columns % 16 == 0
-
-    def multiply_plain(self, x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
-        """The product [T, O] of two contiguous bf16 matrices."""
-        out_TO = torch.empty(len(x_TI), len(weight_OI), dtype=torch.bfloat16)
-        self._plain(
-            weight_OI.data_ptr(), x_TI.data_ptr(), out_TO.data_ptr(), len(x_TI), *weight_OI.shape, _threads()
-        )  # fmt: skip
-        return out_TO
-
     def norm(
         self, x: torch.Tensor, weight_I: torch.Tensor, epsilon: float, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -177,60 +155,34 @@ class CodesKernel:
             and all(part.dtype == torch.bfloat16 and part.is_contiguous() for part in (*a_parts, *b_parts))
         )
 
-    def adapter(self, a_parts: Sequence[torch.Tensor], b_parts: Sequence[torch.Tensor]) -> Adapter:
-        """The product with an adapter in its own memory, of a kind that `takes_adapter` takes."""
-        return Adapter(self._low, self._add, a_parts, b_parts)
-
-
-class Adapter:
-    """See `CodesKernel.adapter`; what is written into A and B counts from the next product on."""
-
-    def __init__(
+    def add_adapter(
         self,
-        low: Callable[..., None],
-        add: Callable[..., None],
+        y_TO: torch.Tensor,
+        x_TI: torch.Tensor,
         a_parts: Sequence[torch.Tensor],
         b_parts: Sequence[torch.Tensor],
+        scale: float,
     ) -> None:
-        count, self._low, self._add = len(a_parts), low, add
-        rank, self._columns = a_parts[0].shape
-        self._width, self._outputs = count * rank, sum(map(len, b_parts))
-        self._a = count, (_POINTER * count)(*[part.data_ptr() for part in a_parts]), rank
-        self._b = (
-            count,
-            (_POINTER * count)(*[part.data_ptr() for part in b_parts]),
-            (_NUMBER * count)(*[len(part) for part in b_parts]),
-            rank,
-        )
-
-    def low(self, x_TI: torch.Tensor) -> torch.Tensor:
-        """A x of all parts, rounded to bf16 [T, N R]; x is contiguous.
+        """Add scale * B (A x) to y, part by part; A x is rounded to bf16, and so is B (A x). x and y are contiguous,
+        the adapter of a kind that `takes_adapter` takes.
 
         Raises:
-            ValueError: x has another width than A.
+            ValueError: x has another width than A, or y than B.
         """
-        if x_TI.shape[1] != self._columns:
-            raise ValueError(f"multiplying an adapter: x has {x_TI.shape[1]} columns, A {self._columns}.")
-        low_TR = torch.empty(len(x_TI), self._width, dtype=torch.bfloat16)
-        self._low(*self._a, x_TI.data_ptr(), low_TR.data_ptr(), *x_TI.shape, _threads())
-        return low_TR
-
-    def add_up(self, y_TO: torch.Tensor, low_TR: torch.Tensor, scale: float) -> None:
-        """Add scale * B low to y, which is contiguous, part by part; B low is rounded to bf16.
-
-        Raises:
-            ValueError: y or low has another width than B.
-        """
-        if (y_TO.shape[1], low_TR.shape[1]) != (self._outputs, self._width):
+        count, (rank, columns), sizes = len(a_parts), a_parts[0].shape, [len(part) for part in b_parts]
+        if (x_TI.shape[1], y_TO.shape[1]) != (columns, sum(sizes)):
             raise ValueError(
-                f"multiplying an adapter: y and low have {y_TO.shape[1]} and {low_TR.shape[1]} columns, B "
-                f"{self._outputs} and {self._width}."
+                f"multiplying an adapter: x and y have {x_TI.shape[1]} and {y_TO.shape[1]} columns, the adapter "
+                f"{columns} and {sum(sizes)}."
             )
-        self._add(*self._b, low_TR.data_ptr(), y_TO.data_ptr(), len(y_TO), scale, _threads())
-
-    def add(self, y_TO: torch.Tensor, x_TI: torch.Tensor, scale: float) -> None:
-        """Add scale * B (A x)."""
-        self.add_up(y_TO, self.low(x_TI), scale)
+        places = _POINTER * count
+        low_TR = torch.empty(len(x_TI), count * rank, dtype=torch.bfloat16)
+        a, b = ([part.data_ptr() for part in parts] for parts in (a_parts, b_parts))
+        self._low(count, places(*a), rank, x_TI.data_ptr(), low_TR.data_ptr(), *x_TI.shape, _threads())
+        outputs = (_NUMBER * count)(*sizes)
+        self._add(
+            count, places(*b), outputs, rank, low_TR.data_ptr(), y_TO.data_ptr(), len(y_TO), scale, _threads()
+        )  # fmt: skip
 
 
 def codes_kernel() -> CodesKernel | str:

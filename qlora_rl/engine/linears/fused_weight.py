@@ -1,10 +1,11 @@
-"""The parts of a fused linear (q, k and v; gate and up) as one 4-bit weight, without a copy of the codes.
+"""The parts of a fused linear (q, k and v; gate and up) as one 4-bit weight, without a copy of the codes; on a CPU
+multiplied by `cpu_kernel`'s.
 
 vLLM's plugin holds the codes of all parts one after another, and a QuantState for each part; it makes one product per
 part. Here the scales are contiguous too, and the states have views of them: whoever repairs the scales of a part
 repairs these. The same on every device.
 
-Letters: O and I out- and in-features.
+Letters: T tokens of a step, O and I out- and in-features.
 """
 
 from __future__ import annotations
@@ -12,6 +13,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
+from qlora_rl.base.decode import decode_plainly
+from qlora_rl.engine.linears.cpu_kernel import CodesKernel
+
+# Columns of a weight that must come out of a product as they are decoded.
+CHECKED_COLUMNS = 32
 
 
 class Joined:
@@ -87,3 +94,63 @@ def _join_scales(states: list[Any]) -> torch.Tensor:
         state.absmax = joined[start : start + size]
         start += size
     return joined
+
+
+class CodedLinear:
+    """Takes the place of `apply` of one linear's quantisation method: the kernel multiplies the codes of all parts,
+    by the numbers that bitsandbytes decodes, bit for bit but for the sign of a zero.
+
+    Args:
+        weight: vLLM's parameter; see `Joined`.
+        kernel: multiplies codes.
+
+    Raises:
+        ValueError: says why this weight is left to vLLM.
+    """
+
+    def __init__(self, weight: torch.nn.Parameter, kernel: CodesKernel) -> None:
+        self._joined, self._kernel = Joined(weight), kernel
+        self.shape, self.values, self.blocksize = self._joined.shape, self._joined.values, self._joined.blocksize
+        if not kernel.takes(self.shape[1], self.blocksize):
+            raise ValueError("the kernel for codes does not take its shape")
+        if not self._is_exact():
+            raise ValueError("its weights do not come out as bitsandbytes' own")
+
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """Where its codes and scales are; until other ones are put in their place."""
+        return self._joined.codes.data_ptr(), self._joined.absmax.data_ptr()
+
+    def __call__(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [..., I] times the weight, plus the bias; the product is rounded to bf16, as that of vLLM's layer is."""
+        out = self.multiply(x)
+        if bias is not None:
+            out += bias
+        return out
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., I] times the weight."""
+        self._joined.renew()
+        rows, columns = self.shape
+        x_TI = x.reshape(-1, columns).to(torch.bfloat16).contiguous()
+        codes, absmax = self.addresses
+        out_TO = self._kernel.multiply(x_TI, [codes], [absmax], (0, len(x_TI)), self.values, rows, self.blocksize)
+        return out_TO.to(x.dtype).view(*x.shape[:-1], rows)
+
+    def _is_exact(self) -> bool:
+        """Every weight is decoded as by bitsandbytes' own function, and the first columns come out of a product like
+        that: with one 1 and else zeros it is exact."""
+        columns = self.shape[1]
+        found = self.multiply(torch.eye(min(CHECKED_COLUMNS, columns), columns, dtype=torch.bfloat16)).t()
+        row = 0
+        for i, size in enumerate(self._joined.sizes):
+            codes, state = self._joined.part(i)
+            plain = decode_plainly(codes, state)
+            ours = torch.empty_like(plain)
+            self._kernel.decode(codes, state.absmax, self.values, ours, self.blocksize)
+            if not torch.equal(ours, plain):  # a zero may have either sign
+                return False
+            if not torch.equal(found[row : row + size], plain[:, : found.shape[1]]):
+                return False
+            row += size
+        return True

@@ -14,7 +14,7 @@ import torch
 
 from qlora_rl.contracts import AdapterSlots, BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec, rank_class
 from qlora_rl.cpu_matmul import Float32Products
-from qlora_rl.engine import cache, compat
+from qlora_rl.engine import compat
 from qlora_rl.engine.images import Prompt, encoded, engine_inputs, token_ids
 from qlora_rl.engine.linears.base_compute import BaseCompute, check_wish
 from qlora_rl.engine.local.adapters import Adapters
@@ -23,7 +23,7 @@ from qlora_rl.engine.local.dense import DenseWeights
 from qlora_rl.engine.local.ranks import watched
 from qlora_rl.engine.local.routing import Routing, choices_of
 from qlora_rl.engine.local.step_loop import Driver, alone
-from qlora_rl.engine.options import start_options
+from qlora_rl.engine.options import cache_advice, start_options
 from qlora_rl.engine.sampling import SCORING, check_lengths, holds_nan, sampled, sampling_params
 from qlora_rl.engine.worker.extension import Lending
 from qlora_rl.engine.worker.parallel import IN_PROCESSES, described
@@ -58,12 +58,9 @@ class LocalEngine:
         model_impl: vLLM's own model code ("vllm"), transformers' ("transformers"), or "auto".
         trust_remote_code: let the model's own code run.
         seed: of the engine; requests carry their own.
-        base_compute: what linears multiply with on the CPU: "nf4", the codes, decoded slice by slice; "baked",
-            dequantised copies as well (four times their memory, eight times in float32); "auto", what is fastest here
-            and leaves a fifth of the memory free; "vllm", its own way, for the adapter too. On a GPU "auto" measures,
-            all else is vLLM's way. The attribute says the outcome.
-        planned_memory_gib: for "auto": what the run will hold at its peak; by default what this process holds then.
-        memory_limit_gib: for "auto": what it may hold; by default what others leave of the machine.
+        base_compute: what linears multiply with: "nf4" and "auto" on the CPU the codes, by a kernel of ours; "vllm",
+            its own way, for the adapter too. On a GPU "auto" measures, all else is vLLM's way. The attribute says the
+            outcome.
         repair_scales: write the exact scales into vLLM when it has loaded (`repair_base`).
         vllm_options: further arguments of `vllm.LLM`.
 
@@ -90,8 +87,6 @@ class LocalEngine:
         trust_remote_code: bool = False,
         seed: int = 0,
         base_compute: str = "nf4",
-        planned_memory_gib: float | None = None,
-        memory_limit_gib: float | None = None,
         repair_scales: bool = True,
         **vllm_options: Any,
     ):
@@ -125,8 +120,7 @@ class LocalEngine:
         )
         self._start, self._vllm_version, self._is_cpu = start, start.vllm_version, start.is_cpu
         self._options, self._max_model_length, self._is_4bit = start.arguments, start.max_model_length, start.is_4bit
-        self._base_compute = {"wish": base_compute, "rows": max_num_seqs}
-        self._base_compute |= {"planned_gib": planned_memory_gib, "limit_gib": memory_limit_gib}
+        self._base_compute = base_compute
         self._repair_scales = start.is_4bit and repair_scales
         self._build()
 
@@ -418,7 +412,7 @@ class LocalEngine:
                 try:
                     self._llm = LLM(**self._options)
                 except Exception as error:
-                    why = f"starting vLLM on {self.base}: {error}{IN_PROCESSES if ranks > 1 else cache.advice(error)}"
+                    why = f"starting vLLM on {self.base}: {error}{IN_PROCESSES if ranks > 1 else cache_advice(error)}"
                     raise EngineUnsupportedError(why) from error
             compat.started(self._llm)
             self._driver.stream.keep(not self._is_cpu)
@@ -428,7 +422,7 @@ class LocalEngine:
                 self._llm.collective_rpc("qlora_multiply_in_float32", args=(self._start.dtype_names,))
             if self._repair_scales:
                 self._repair()
-            compute = self._llm.collective_rpc("qlora_multiply_directly", kwargs=self._base_compute)[0]
+            compute = self._llm.collective_rpc("qlora_multiply_directly", args=(self._base_compute,))[0]
             self.base_compute = BaseCompute(**compute)
             logger.info("%s", self.base_compute)
             if self.borrowers.alive():  # rebuilt: they must not go on with the old tensors

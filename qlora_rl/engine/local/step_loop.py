@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from qlora_rl.engine.local.stream import OwnStream
+import torch
+
 from qlora_rl.engine.sampling import are_cut_off
 from qlora_rl.engine.signals import ForcedInterrupt, interrupts_between_steps
 from qlora_rl.errors import EngineBrokenError, EngineUnsupportedError, RolloutCancelledError
@@ -241,3 +242,44 @@ class Driver:
         except Exception as error:
             logger.warning("aborting the requests failed; the engine is rebuilt at its next use", exc_info=True)
             self.fail(EngineBrokenError(f"generating: {error}. The engine is rebuilt at its next use."))
+
+
+class OwnStream:
+    """On a GPU the current stream is a setting of each thread, and what is enqueued on two streams has no order.
+
+    A new thread is on the default stream. vLLM puts the thread that builds an engine on a new stream (`current_stream`
+    of its utils/torch_utils.py), captures its graphs there, and copies sampled tokens to the host behind that stream
+    alone (`main_stream` of its GPU model runner). A step of another thread would be read before it is done, and would
+    not wait for a push. So all of them take their turns on that stream.
+
+    Args:
+        current: gives the stream of this thread; for tests.
+        on: a block on a stream; for tests.
+    """
+
+    def __init__(
+        self,
+        current: Callable[[], Any] = torch.cuda.current_stream,
+        on: Callable[[Any], contextlib.AbstractContextManager[Any]] = torch.cuda.stream,
+    ) -> None:
+        self._current, self._on = current, on
+        self._own: Any = None
+
+    def keep(self, is_gpu: bool) -> None:
+        """An engine was built in this thread."""
+        self._own = self._current() if is_gpu else None
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """A block behind what this thread has enqueued, and before what it will; nothing changes without an engine on a
+        GPU."""
+        own = self._own
+        if own is None or (mine := self._current()) == own:
+            yield
+            return
+        own.wait_stream(mine)
+        try:
+            with self._on(own):
+                yield
+        finally:
+            mine.wait_stream(own)

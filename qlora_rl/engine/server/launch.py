@@ -30,11 +30,10 @@ from qlora_rl.base.writer import write_ends
 from qlora_rl.contracts import AdapterBundle, rank_class
 from qlora_rl.engine import compat
 from qlora_rl.engine.cleanup import end_with
+from qlora_rl.engine.client import ServerEngine
 from qlora_rl.engine.linears.base_compute import BaseCompute, check_wish
-from qlora_rl.engine.loading import loading
 from qlora_rl.engine.options import StartOptions, start_options
 from qlora_rl.engine.server.auth import Gate, Visits
-from qlora_rl.engine.server.forked_engine import BOTH_IMPORT, ForkedEngine
 from qlora_rl.engine.signals import interrupts_for_sure, no_child_left
 from qlora_rl.errors import BaseMismatchError, ConfigConflictError, EngineBrokenError, EngineUnsupportedError
 from qlora_rl.locks import hold, sweep
@@ -48,14 +47,8 @@ _WITH_PARENT = "QLORA_RL_END_WITH_PARENT"
 # What `start_server` has a new process do.
 _SERVE = """
 import json, sys
-from qlora_rl.engine.loading import as_command, leave_at_once, loading
-def run():
-    leave_at_once()
-    with loading():
-        from qlora_rl.engine.server.launch import serve
-    serve(**json.loads(sys.argv[1]))
-    return 0
-sys.exit(as_command(run))
+from qlora_rl.engine.server.launch import serve
+serve(**json.loads(sys.argv[1]))
 """
 _MIB = 2**20
 # Routes of vLLM that answer 500 to bad bodies: two that start and end its engines, and another name of those under /v1.
@@ -89,7 +82,6 @@ def serve(
     adapter: str | os.PathLike[str] | None = None,
     ends: Sequence[int] = (),
     vllm_options: Sequence[str] = (),
-    alone: bool = False,
     **options: Any,
 ) -> None:
     """Serve a prepared base until SIGTERM or Ctrl-C; no child is left behind.
@@ -109,8 +101,6 @@ def serve(
             must then be the one that was written.
         ends: tokens that end a completion, besides those of the base: a run's tokenizer may have had another EOS.
         vllm_options: further options of vLLM's own command line.
-        alone: this process does nothing else and has computed nothing before. vLLM's engine process on a CPU is then
-            forked from it, after its imports, and starts in half the time.
         options: of the engine, as `LocalEngine` takes them: max_lora_rank, max_model_length, max_num_seqs, ...
 
     Raises:
@@ -124,27 +114,10 @@ def serve(
         sys.exit(1)  # it has ended before
     compat.require_server()
     check_wish(base_compute)
-    bundle = None if adapter is None else read_adapter(adapter, base)
-    if bundle is not None:
-        options.setdefault("max_lora_rank", max(16, rank_class(bundle.rank)))
-        if options["max_lora_rank"] < bundle.rank:
-            raise ConfigConflictError(
-                f"starting the server: max_lora_rank={options['max_lora_rank']} < {bundle.rank}, the rank of "
-                f"{adapter}. Leave it out."
-            )
-    importing = loading if alone else contextlib.nullcontext
+    bundle = None if adapter is None else _with_room(read_adapter(adapter, base), adapter, options)
     key_path = Path(api_key_file) if api_key_file is not None else None
-    if host not in LOOPBACK and (key_path is None or not key_path.is_file()):
-        raise ConfigConflictError(
-            f"starting the server: host={host!r} can be reached from other machines, and no key was given. Write one "
-            "into a file (mode 600) and pass it as --api-key-file, or listen on 127.0.0.1."
-        )
-    for name in ("VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_ALLOW_INSECURE_SERIALIZATION"):
-        os.environ.pop(name, None)  # endpoints that our routes make unnecessary
-    for name in ("VLLM_API_KEY", "VLLM_LORA_RESOLVER_CACHE_DIR"):
-        os.environ.pop(name, None)
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")  # where vLLM's own processes meet: not for others
+    _check_host(host, key_path)
+    _prepare_environment()
     with contextlib.ExitStack() as stack:
         sweep(default_root(), "qlora-rl-serving-*")  # all of this name are locked while they live
         own = Path(tempfile.mkdtemp(prefix="qlora-rl-serving-", dir=default_root()))  # mode 700
@@ -156,19 +129,10 @@ def serve(
         stack.enter_context(interrupts_for_sure(is_starting, lambda: shutil.rmtree(own, ignore_errors=True)))
         stack.enter_context(no_child_left())
         begin(f"starting vLLM on {base}")
-        with importing():
-            start = start_options(base, base_compute=base_compute, **{"disable_log_stats": False, **options})
-        if not start.max_lora_rank and (start.is_4bit or start.ranks > 1):
-            held = "on a 4-bit base" if start.is_4bit else f"with tensor_parallel_size={start.ranks}"
-            raise ConfigConflictError(
-                f"starting the server: max_lora_rank=0 {held}: neither an adapter nor full weights can be pushed. Use "
-                "at least 1, or serve the baked base (bake_base)."
-            )
+        start = start_options(base, base_compute=base_compute, **{"disable_log_stats": False, **options})
+        _check_takes(start)
         key_path, key = read_or_make_key(key_path or own / "api-key")
-        allowed = (
-            check_adapter_dir(Path(adapter_dir)) if adapter_dir is not None else check_adapter_dir(own / "adapters")
-        )
-        store = AdapterStore(allowed)
+        store = AdapterStore(check_adapter_dir(own / "adapters" if adapter_dir is None else Path(adapter_dir)))
         stack.callback(store.close)
         sock = _bind(host, port)
         stack.callback(sock.close)
@@ -176,21 +140,51 @@ def serve(
         if write_ends(Path(base), ends, own):
             vllm_options = ["--generation-config", str(own), *vllm_options]
         own_arguments = start.arguments | (compat.executor_of_server(start.ranks) if start.is_cpu else {})
-        with importing():
-            arguments = compat.server_arguments(own_arguments, host, sock.getsockname()[1], vllm_options, start.dtypes)
+        arguments = compat.server_arguments(own_arguments, host, sock.getsockname()[1], vllm_options, start.dtypes)
         server = _Server(base, start, store, key, key_path, url, max_body_mib, ready_file, base_compute, bundle)
         stack.enter_context(compat.room_for(start.ranks))
-        if alone and start.is_cpu and start.ranks == 1:
-            with loading(*BOTH_IMPORT):
-                pass
-            copy = ForkedEngine([lock, sock.fileno()])
-            stack.callback(copy.end)
-            stack.enter_context(copy.in_place_of_vllms())
         try:
             asyncio.run(compat.run_openai_server(arguments, server.prepare, sock))
         except (KeyboardInterrupt, asyncio.CancelledError):
             if not server.is_ready:
                 raise KeyboardInterrupt from None
+
+
+def _with_room(bundle: AdapterBundle, adapter: object, options: dict[str, Any]) -> AdapterBundle:
+    """The adapter, for whose rank the options leave room."""
+    options.setdefault("max_lora_rank", max(16, rank_class(bundle.rank)))
+    if options["max_lora_rank"] < bundle.rank:
+        raise ConfigConflictError(
+            f"starting the server: max_lora_rank={options['max_lora_rank']} < {bundle.rank}, the rank of "
+            f"{adapter}. Leave it out."
+        )
+    return bundle
+
+
+def _check_host(host: str, key_path: Path | None) -> None:
+    if host not in LOOPBACK and (key_path is None or not key_path.is_file()):
+        raise ConfigConflictError(
+            f"starting the server: host={host!r} can be reached from other machines, and no key was given. Write one "
+            "into a file (mode 600) and pass it as --api-key-file, or listen on 127.0.0.1."
+        )
+
+
+def _prepare_environment() -> None:
+    for name in ("VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_ALLOW_INSECURE_SERIALIZATION"):
+        os.environ.pop(name, None)  # endpoints that our routes make unnecessary
+    for name in ("VLLM_API_KEY", "VLLM_LORA_RESOLVER_CACHE_DIR"):
+        os.environ.pop(name, None)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")  # where vLLM's own processes meet: not for others
+
+
+def _check_takes(start: StartOptions) -> None:
+    if not start.max_lora_rank and (start.is_4bit or start.ranks > 1):
+        held = "on a 4-bit base" if start.is_4bit else f"with tensor_parallel_size={start.ranks}"
+        raise ConfigConflictError(
+            f"starting the server: max_lora_rank=0 {held}: neither an adapter nor full weights can be pushed. Use "
+            "at least 1, or serve the baked base (bake_base)."
+        )
 
 
 class _Server:
@@ -229,8 +223,8 @@ class _Server:
         # A process that was given `FirstThing` does so already; ranks, and whoever sets --additional-config, were not.
         lifts = await engine.collective_rpc("qlora_multiply_in_float32", args=(self.start.dtype_names,))
         repaired = (await engine.collective_rpc("qlora_repair_scales"))[0] if self.start.is_4bit else {}
-        wish = {"wish": self.base_compute, "rows": self.start.arguments["max_num_seqs"]}
-        compute = BaseCompute(**(await engine.collective_rpc("qlora_multiply_directly", kwargs=wish))[0])
+        done = (await engine.collective_rpc("qlora_multiply_directly", args=(self.base_compute,)))[0]
+        compute = BaseCompute(**done)
         logger.info("%s", compute)
         found = described(await engine.collective_rpc("qlora_describe_base"), self.start.base)
         rank = self.start.max_lora_rank
@@ -482,7 +476,7 @@ def _started(
     key_path, key = read_or_make_key(key_path)
     ready, log = directory / "ready.json", directory / "log.txt"
     own = {"ready_file": ready, "api_key_file": key_path.absolute()}
-    call = {"base": base, "port": port, "alone": True, **options, **own}
+    call = {"base": base, "port": port, **options, **own}
     with log.open("wb") as out:
         process = subprocess.Popen(
             [sys.executable, "-c", _SERVE, json.dumps(call, default=os.fspath)],
@@ -517,3 +511,26 @@ def _ticks(timeout_s: float) -> Iterator[None]:
     while time.monotonic() < end:
         yield
         time.sleep(0.1)
+
+
+class LocalServer(ServerEngine):
+    """`start_server` and `ServerEngine` in one; `close` stops the server by its own process id.
+
+    Args:
+        base: directory made by `prepare_base`.
+        options: of `start_server`.
+    """
+
+    def __init__(self, base: str | os.PathLike[str], **options: Any):
+        self.server = start_server(base, **options)
+        try:
+            # Nobody starts it again: long enough for a broken connection, no longer.
+            super().__init__(self.server.url, api_key=self.server.key, wait_s=5.0)
+        except BaseException:
+            self.server.stop()
+            raise
+
+    def close(self) -> None:
+        """Stop the server; harmless when repeated."""
+        super().close()
+        self.server.stop()

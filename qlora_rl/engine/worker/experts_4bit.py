@@ -1,4 +1,4 @@
-"""A mixture's experts in 4 bits in vLLM, which has no kernel for them: `native`'s multiplies all that are chosen at
+"""A mixture's experts in 4 bits in vLLM, which has no kernel for them: `cpu_kernel`'s multiplies all that are chosen at
 once; without it they are decoded and multiplied one after another.
 
 Imports vLLM; named by `experts` when a base has such experts. Runs inside vLLM's worker.
@@ -21,9 +21,8 @@ from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 from qlora_rl.base.experts import NAMINGS, mix
 from qlora_rl.base.quant import dequantize_exactly, require_bitsandbytes
 from qlora_rl.base.reader import Stored4bit, StoredTensors
-from qlora_rl.cpu_features import processor
 from qlora_rl.engine.linears.cpu_kernel import CodesKernel, codes_kernel
-from qlora_rl.engine.linears.decoded import LIFTED_SLICE, SLICE, DecodedLinear
+from qlora_rl.engine.linears.fused_weight import CodedLinear
 from qlora_rl.engine.worker.expert_adapters import AdaptedTokens, ExpertAdapters, ExpertMatrix, matrices_of
 from qlora_rl.errors import EngineUnsupportedError
 
@@ -86,9 +85,9 @@ class CodedExperts(FusedMoEMethodBase):
         if not isinstance(kernel, str) and {len(products) for products in both} == {len(self._experts)}:
             self._together = TogetherExperts(kernel, *both)
 
-    def _with_kernel(self, which: int) -> list[DecodedLinear]:
+    def _with_kernel(self, which: int) -> list[CodedLinear]:
         products = [both[which].product for both in self._experts]
-        return [product for product in products if product is not None and product.has_kernel]
+        return [product for product in products if product is not None]
 
     def parts(self) -> Iterator[tuple[str, torch.Tensor, Any]]:
         """Name, packed codes and QuantState of every matrix."""
@@ -159,7 +158,7 @@ _ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu": torch.nn.functional.ge
 class Weights:
     """The codes of one or two matrices, one behind the other, and the product with them.
 
-    Has the attributes of a 4-bit parameter of vLLM's plugin, which `DecodedLinear` reads.
+    Has the attributes of a 4-bit parameter of vLLM's plugin, which `CodedLinear` reads.
 
     Args:
         matrices: by name, in the order of their rows.
@@ -172,10 +171,13 @@ class Weights:
         self.data = torch.cat([part.codes.flatten() for part in matrices.values()]).view(-1, 1).to(device)
         self.bnb_shard_offsets = torch.tensor([0, *sizes]).cumsum(0)
         self.bnb_quant_state = {i: _state(part, device, dtype) for i, part in enumerate(matrices.values())}
-        self.product: DecodedLinear | None = None
+        self.product: CodedLinear | None = None
         if device.type == "cpu" and dtype == torch.bfloat16:
+            kernel = codes_kernel()
             try:
-                self.product = DecodedLinear(cast(torch.nn.Parameter, self), *_buffers(), *_kernel())
+                if isinstance(kernel, str):
+                    raise ValueError(kernel)
+                self.product = CodedLinear(cast(torch.nn.Parameter, self), kernel)
             except ValueError as why:
                 _say_slow(str(why))
 
@@ -205,11 +207,11 @@ class TogetherExperts:
     with the same kernel.
 
     Args:
-        kernel: of `native`.
+        kernel: that multiplies codes.
         gate_up, down: of each expert.
     """
 
-    def __init__(self, kernel: CodesKernel, gate_up: Sequence[DecodedLinear], down: Sequence[DecodedLinear]) -> None:
+    def __init__(self, kernel: CodesKernel, gate_up: Sequence[CodedLinear], down: Sequence[CodedLinear]) -> None:
         self._kernel, self._both = kernel, (gate_up, down)
 
     def __call__(
@@ -265,17 +267,3 @@ def _state(part: Stored4bit, device: torch.device, dtype: torch.dtype) -> Any:
 @functools.cache  # once for each reason
 def _say_slow(why: str) -> None:
     logger.warning("experts are decoded in plain torch for each product: %s", why)
-
-
-def _kernel() -> tuple[CodesKernel, ...]:
-    """The one for this processor, if there is one."""
-    found = codes_kernel()
-    return () if isinstance(found, str) else (found,)
-
-
-@functools.cache
-def _buffers() -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Into which all of them are decoded on a CPU; see `DecodedLinear`."""
-    is_native = processor().multiplies_in(torch.bfloat16) is torch.bfloat16
-    buffer = torch.empty(SLICE if is_native else LIFTED_SLICE, dtype=torch.bfloat16)
-    return buffer, None if is_native else torch.empty(LIFTED_SLICE, dtype=torch.float32)

@@ -22,17 +22,15 @@ from qlora_rl.base.fingerprint import digest_4bit, digest_bytes, digest_plain, f
 from qlora_rl.base.reader import StoredTensors
 from qlora_rl.contracts import BaseFingerprint, Leaf
 from qlora_rl.cpu_matmul import Float32Products
-from qlora_rl.engine.linears.base_compute import install
-from qlora_rl.engine.linears.decoded import CHECKED_COLUMNS, DecodedLinear
-from qlora_rl.engine.linears.kernels import packs_away
-from qlora_rl.engine.linears.linear import read_products, same_values
+from qlora_rl.engine.linears.base_compute import install, packs_away
+from qlora_rl.engine.linears.linear import is_left_out
 from qlora_rl.engine.staging import read_parts
 from qlora_rl.engine.worker.expert_adapters import ExpertMatrix
 from qlora_rl.engine.worker.parallel import adapted_layers, held_pieces, held_shards
 from qlora_rl.engine.worker.received_weights import ReceivedWeights
 from qlora_rl.engine.worker.reload import reload_dense
 from qlora_rl.engine.worker.weight_names import parts, quantised, shard_names, unquantised
-from qlora_rl.errors import BaseMismatchError, QloraRLError, SyncError
+from qlora_rl.errors import QloraRLError, SyncError
 
 
 @dataclass(frozen=True)
@@ -68,19 +66,14 @@ class BaseExtension:
 
     model_runner: Any
     parallel_config: Any
-    _qlora_copies_checked = 0
+    _qlora_reads = 0
 
     def qlora_describe_base(self) -> dict[str, Any]:
         """The *function* of the base as this worker holds it (`BaseFingerprint.as_dict`); of one among several ranks
         its parts.
 
-        `parallel.described` reads the answers of all of them. Of each dequantised copy that is multiplied in the place
-        of its codes, some columns are read back.
-
-        Raises:
-            BaseMismatchError: a copy holds other values than its codes.
+        `parallel.described` reads the answers of all of them.
         """
-        self._qlora_check_copies()
         model = self.model_runner.get_model()
         config = self.model_runner.model_config
         if self.parallel_config.tensor_parallel_size > 1:
@@ -109,43 +102,20 @@ class BaseExtension:
                 continue
             repaired[name] = float(((held - exact).abs() / exact.abs().clamp_min(1e-30)).max())
             state.absmax.copy_(exact.reshape(state.absmax.shape))
-        if repaired:
-            for linear in getattr(self, "qlora_decoded", ()):
-                linear.refresh()
         return repaired
 
-    def qlora_multiply_directly(self, wish: str, **facts: Any) -> dict[str, Any]:
+    def qlora_multiply_directly(self, wish: str) -> dict[str, Any]:
         """Replace what is slow in vLLM's linears on this device; see `base_compute.install`.
 
-        On a GPU that was done before vLLM compiled anything, or is not done; see `gpu_worker`.
+        On a GPU that was done before vLLM compiled anything, or is not done; see `workers.MeasuringWorker`.
         """
         installed = getattr(self, "qlora_installed", None)
         if installed is not None:
-            return installed[0].as_dict()
-        done, self.qlora_decoded = install(self.model_runner, wish, **facts)
+            return installed.as_dict()
+        done = install(self.model_runner, wish)
         if self.model_runner.device.type == "cpu":
             done = replace(done, packs_plain=packs_away(self.model_runner.model_config.dtype))
         return done.as_dict()
-
-    def _qlora_check_copies(self, count: int | None = None) -> None:
-        """Compare some columns of the next `count` dequantised copies (by default of all) with what their codes and
-        scales say."""
-        named = self.model_runner.get_model().named_modules()
-        products = [(name, getattr(getattr(layer, "quant_method", None), "apply", None)) for name, layer in named]
-        copies = [(name, each) for name, each in products if isinstance(each, DecodedLinear) and each.is_baked]
-        for _ in range(len(copies) if count is None else min(count, len(copies))):
-            turn, number = divmod(self._qlora_copies_checked, len(copies))
-            name, product = copies[number]
-            name = name.removesuffix(".base_layer")  # before vLLM 0.31 an adapted linear wraps the base's
-            column = product.wrong_column(turn * CHECKED_COLUMNS)
-            if column is not None:
-                raise BaseMismatchError(
-                    f"checking the base: {name} multiplies with a dequantised copy whose values are not those of its "
-                    f"4-bit codes (column {column}). Something has written to one of them. Start the engine again; "
-                    "base_compute='nf4' makes no copies.",
-                    module=name,
-                )
-            self._qlora_copies_checked += 1
 
     def qlora_lend_base(self) -> Lending:
         """The base as vLLM's own tensors, fused ones as views of their shards; nothing is copied. A rank among several
@@ -266,16 +236,13 @@ class BaseExtension:
     def qlora_held_adapter(self, adapter_id: int, rank: int) -> dict[str, Any]:
         """Digests of the A [rank, I] and B [O, rank] that the slot of an adapter holds now, by canonical name.
 
-        Read from what the layers multiply with, not from the file: from the buffers, or through the products where
-        those are ours (`linear.AdapterProducts`). Parts that are all zero are left out. One among several ranks gives
-        its pieces of them; `parallel.held_digests` reads the answers of all. With each call one of the base's
-        dequantised copies is checked too.
-
-        Raises:
-            BaseMismatchError: that copy holds other values than its codes.
+        Read from the buffers that the layers multiply with, not from the file. Parts that are all zero are left out,
+        and B of a layer whose product is not that of its buffers, where products are ours (`linear.AdapterProducts`).
+        One among several ranks gives its pieces of them; `parallel.held_digests` reads the answers of all.
         """
-        self._qlora_check_copies(1)
-        places = self._qlora_multiplied(self.qlora_lend_adapter(adapter_id, rank), adapter_id, rank)
+        places = self.qlora_lend_adapter(adapter_id, rank)
+        for name in self._qlora_left_out(adapter_id) if places else ():
+            del places[f"base_model.model.{name}.lora_B.weight"]
         size = self.parallel_config.tensor_parallel_size
         if size == 1:
             return {name: digest_bytes(place) for name, place in places.items() if bool(place.any())}
@@ -286,26 +253,14 @@ class BaseExtension:
         }
         return held_pieces(places, owners, self.parallel_config.rank % size)
 
-    def _qlora_multiplied(
-        self, places: Mapping[str, torch.Tensor], adapter_id: int, rank: int
-    ) -> dict[str, torch.Tensor]:
-        """`places`, and in the place of each whose product multiplies by other values those."""
-        found = dict(places)
-        if not places:
-            return found
-        self._qlora_reads = getattr(self, "_qlora_reads", -1) + 1
+    def _qlora_left_out(self, adapter_id: int) -> list[str]:
+        """Names of the linears whose product is not that of their buffers."""
+        self._qlora_reads += 1
         slot = self.model_runner.lora_manager._adapter_manager.lora_index_to_id.index(adapter_id)
-        read: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for name, layer, _, i in self._qlora_adapted():
-            if id(layer) not in read:
-                read[id(layer)] = read_products(layer, slot, self._qlora_reads)
-            for part, held in zip("AB", read[id(layer)], strict=True):
-                key = f"base_model.model.{name}.lora_{part}.weight"
-                if held:
-                    value = held[i][:rank] if part == "A" else held[i][:, :rank]
-                    if not same_values(value, places[key]):
-                        found[key] = value.contiguous()
-        return found
+        named = [(name, layer) for name, layer, _, _ in self._qlora_adapted()]
+        layers = {id(layer): layer for _, layer in named}
+        wrong = {key for key, layer in layers.items() if is_left_out(layer, slot, self._qlora_reads)}
+        return [name for name, layer in named if id(layer) in wrong]
 
     def qlora_lend_adapter(self, adapter_id: int, rank: int) -> dict[str, torch.Tensor]:
         """The buffers A [rank, I] and B [O, rank] of an adapter's slot, by canonical name; views, of all layers there

@@ -170,19 +170,8 @@ def link_policy(
             begin("comparing what trainer and engine compute")
             function.compare()
             rounding = max(ranks().gather(function.rounding, "measuring rounding"))  # they examine together
-        if canary_every and base_check.is_verified:
-            image = canary_image(base) if engine.capabilities().takes_images else None
-            if image is None and engine.capabilities().takes_images:
-                logger.warning(
-                    "the canary scores text alone: %s has no chat template, which says how an image is written", base
-                )
-            # With sleep mode each wake would ask again; what is rebuilt in this process has the same options.
-            again = None if args.vllm_enable_sleep_mode else function
-            canary = Canary(
-                model, engine, image=image, every=canary_every, function=again, autocast=autocast_dtype(args)
-            )
-            begin("calibrating the check of pushes")
-            canary.calibrate()
+            if canary_every:
+                canary = _canary(model, base, engine, args, canary_every, function)
         strategy = (
             DenseSync(model, cast(DenseEngine, engine), canary)
             if is_dense
@@ -197,24 +186,36 @@ def link_policy(
                 "pushes are not verified: %s", "canary_every=0" if not canary_every else "another base is allowed"
             )
         if args.vllm_enable_sleep_mode and not can_sleep:
-            logger.warning(
-                "vllm_enable_sleep_mode=True: %s cannot sleep, it stays awake; before vLLM 0.31 no engine sleeps that "
-                "lends its base",
-                engine.capabilities().name,
-            )
+            _warn_awake(engine)
     except BaseException:
         products.close()
         release(strategy, choice.closer(engine))
         raise
-    return Link(
-        engine,
-        base_check,
-        plan,
-        strategy,
-        bridge,
-        choice.closer(engine),
-        products,
-        rounding,
+    return Link(engine, base_check, plan, strategy, bridge, choice.closer(engine), products, rounding)
+
+
+def _canary(
+    model: Any, base: PreparedBase, engine: RolloutEngine, args: Any, every: int, function: FunctionCheck
+) -> Canary:
+    """Calibrated."""
+    image = canary_image(base) if engine.capabilities().takes_images else None
+    if image is None and engine.capabilities().takes_images:
+        logger.warning(
+            "the canary scores text alone: %s has no chat template, which says how an image is written", base
+        )
+    # With sleep mode each wake would ask again; what is rebuilt in this process has the same options.
+    again = None if args.vllm_enable_sleep_mode else function
+    canary = Canary(model, engine, image=image, every=every, function=again, autocast=autocast_dtype(args))
+    begin("calibrating the check of pushes")
+    canary.calibrate()
+    return canary
+
+
+def _warn_awake(engine: RolloutEngine) -> None:
+    logger.warning(
+        "vllm_enable_sleep_mode=True: %s cannot sleep, it stays awake; before vLLM 0.31 no engine sleeps that lends "
+        "its base",
+        engine.capabilities().name,
     )
 
 

@@ -1,5 +1,5 @@
 """`GroupedPrompts`: a mixin for TRL's GRPO and RLOO, which tokenise each prompt once for each of its G completions;
-here once for all."""
+here once for all; and `ImageRows`, what their rows with images need."""
 
 from __future__ import annotations
 
@@ -39,3 +39,22 @@ def groups_of(prompts: Sequence[Any]) -> tuple[list[int], list[int]]:
 
 def _is_text(prompt: Any) -> bool:
     return isinstance(prompt, str) or all(isinstance(message.get("content"), str) for message in prompt)
+
+
+class ImageRows:
+    """Rows with images and rows without share a batch. Comes right before TRL's trainer.
+
+    TRL 1.16 hands the processor `None` for a row without images, which it does not take; and of a batch in whose
+    `image` column nothing stands it makes images all the same. Both get an empty list here.
+    """
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        if "image" in inputs[0] and "images" not in inputs[0]:
+            inputs = [{**row, "images": [] if row.get("image") is None else [row["image"]]} for row in inputs]
+        elif "images" in inputs[0]:
+            inputs = [{**row, "images": row.get("images") or []} for row in inputs]
+        return super()._generate_and_score_completions(inputs)
+
+    def _tokenize_prompts(self, prompts: list[Any]) -> Any:
+        ids, images, fields = super()._tokenize_prompts(prompts)
+        return ids, None if images is None else [held or [] for held in images], fields

@@ -14,14 +14,11 @@ from qlora_rl.base.checkpoint import MANIFEST, empty_model
 from qlora_rl.base.experts import is_mixture
 from qlora_rl.base.quant import QuantSpec, spec_of
 from qlora_rl.base.unsupported_configs import engine_positions
-from qlora_rl.cpu_features import copies_dtype
 from qlora_rl.distributed import ranks
 from qlora_rl.engine.compat import may_sleep
 from qlora_rl.errors import ConfigConflictError
-from qlora_rl.memory.cards import RESERVE_GIB, card_size, usable_gib
-from qlora_rl.memory.choice import WAYS
-from qlora_rl.memory.host import memory_gib
-from qlora_rl.memory.plan import MemoryEstimate, plan_memory
+from qlora_rl.memory.cards import RESERVE_GIB, card_size, memory_gib, usable_gib
+from qlora_rl.memory.plan import WAYS, MemoryEstimate, plan_memory
 from qlora_rl.memory.shape import read_config, stored_spec
 from qlora_rl.train.setup.model_source import spec_from_config
 from qlora_rl.train.setup.processes import sharding_of, shards_base
@@ -98,8 +95,6 @@ class MemoryBudget:
         self.is_limit = limit is not None
         is_set = any(name in (engine_options or {}) for name in _CACHE_OPTIONS)
         is_set |= args.vllm_gpu_memory_utilization != type(args).vllm_gpu_memory_utilization
-        self._asks_for_room = has_engine and options.get("base_compute") == "auto"
-        keeps_copies = has_engine and not on_gpu and not baked and options.get("base_compute") == "baked"
         self._sizes_cache = has_engine and self.is_limit and not is_set
         try:
             self.estimate = _plan(
@@ -112,7 +107,6 @@ class MemoryBudget:
                 adapter_dtype=adapter_dtype,
                 shared=lends,
                 baked=baked,
-                copies_dtype=copies_dtype() if keeps_copies else None,
                 has_engine=has_engine,
                 sleeps=_sleeps(args, engine_options or {}) if on_gpu and can_sleep else False,
                 can_sleep=can_sleep,
@@ -147,18 +141,8 @@ class MemoryBudget:
             )
 
     def engine_options(self) -> dict[str, Any]:
-        """The size of the KV cache, where a limit is known and nothing else says it: what the optimizer step leaves.
-
-        And for `base_compute="auto"` the peak of the run, and its limit.
-        """
-        if self.estimate is None:
-            return {}
-        found: dict[str, Any] = {"kv_cache_gib": self.estimate.cache_gib} if self._sizes_cache else {}
-        if self._asks_for_room:
-            found["planned_memory_gib"] = self.estimate.peak_bytes / GIB
-            if self.estimate.budget_bytes is not None:
-                found["memory_limit_gib"] = self.estimate.budget_bytes / GIB
-        return found
+        """The size of the KV cache, where a limit is known and nothing else says it: what the optimizer step leaves."""
+        return {"kv_cache_gib": self.estimate.cache_gib} if self.estimate is not None and self._sizes_cache else {}
 
     def set_chosen(self, args: GRPOConfig) -> None:
         """Turn on in the config what the plan has turned on; on all ranks, where one of them needs it."""

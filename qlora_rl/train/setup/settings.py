@@ -118,27 +118,7 @@ def check(args: GRPOConfig, rollout: str | list[str] | RolloutEngine) -> None:
         NotYetSupportedError: `rollout` names something this version does not have.
         ConfigConflictError: with all reasons.
     """
-    if isinstance(rollout, list | tuple):
-        raise ConfigConflictError(
-            f"choosing the engine: rollout={list(rollout)!r}: several engines are several URLs of `qlora-rl serve`. "
-            "Pass ['http://a:8000', 'http://b:8000'], or 'colocate'."
-        )
-    if isinstance(rollout, str) and rollout not in STARTED and not is_url(rollout):
-        raise ConfigConflictError(
-            f"choosing the engine: rollout={rollout!r} is none of 'colocate' (vLLM in this process), 'server' (one is "
-            "started next to it), 'ray' (in actors of a Ray cluster), a URL such as 'http://127.0.0.1:8000' (or "
-            "several, in a list), or an engine object."
-        )
-    if args.world_size > 1 and hasattr(rollout, "url"):
-        raise ConfigConflictError(
-            f"choosing the engine: rollout is a {type(rollout).__name__}, which each of {args.world_size} processes "
-            "would own. Pass the URL, or 'ray': rank 0 connects to it, or starts it, for all."
-        )
-    if not isinstance(rollout, str) and not isinstance(rollout, RolloutEngine):
-        raise ConfigConflictError(
-            f"choosing the engine: rollout is a {type(rollout).__name__}. Pass 'colocate' or an engine (LocalEngine, "
-            "or any object with its methods)."
-        )
+    _check_rollout(args, rollout)
     changed = [name for name in _SERVER_FIELDS if _is_set(args, name)]
     reasons = []
     if args.vllm_mode != "colocate":
@@ -199,6 +179,31 @@ def check(args: GRPOConfig, rollout: str | list[str] | RolloutEngine) -> None:
         )
     if reasons:
         raise collected("reading the config", reasons, ConfigConflictError)
+
+
+def _check_rollout(args: GRPOConfig, rollout: Any) -> None:
+    """Raise `ConfigConflictError` where `rollout` names or is no engine."""
+    if isinstance(rollout, list | tuple):
+        raise ConfigConflictError(
+            f"choosing the engine: rollout={list(rollout)!r}: several engines are several URLs of `qlora-rl serve`. "
+            "Pass ['http://a:8000', 'http://b:8000'], or 'colocate'."
+        )
+    if isinstance(rollout, str) and rollout not in STARTED and not is_url(rollout):
+        raise ConfigConflictError(
+            f"choosing the engine: rollout={rollout!r} is none of 'colocate' (vLLM in this process), 'server' (one is "
+            "started next to it), 'ray' (in actors of a Ray cluster), a URL such as 'http://127.0.0.1:8000' (or "
+            "several, in a list), or an engine object."
+        )
+    if args.world_size > 1 and hasattr(rollout, "url"):
+        raise ConfigConflictError(
+            f"choosing the engine: rollout is a {type(rollout).__name__}, which each of {args.world_size} processes "
+            "would own. Pass the URL, or 'ray': rank 0 connects to it, or starts it, for all."
+        )
+    if not isinstance(rollout, str) and not isinstance(rollout, RolloutEngine):
+        raise ConfigConflictError(
+            f"choosing the engine: rollout is a {type(rollout).__name__}. Pass 'colocate' or an engine (LocalEngine, "
+            "or any object with its methods)."
+        )
 
 
 def check_logprobs(args: GRPOConfig, rollout: str | list[str] | RolloutEngine, rollout_func: Any) -> None:
