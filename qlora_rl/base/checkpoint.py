@@ -144,16 +144,17 @@ def prepare_base(
         trust_remote_code: let transformers run the model's own code.
         calibrate: choose codes and scales by what the layers see of a text, in the same format: rows of text, of
             messages or of token ids, or `True` for a text of ours. The same rows give the same bytes on one machine
-            with one number of threads, and on others nearly the same: their sums are rounded otherwise.
-        measure: also compute how far the base is from its source, on some hundred tokens: `measured` of the result. By
-            default where the base is calibrated.
+            with one number of threads, and on others nearly the same: their sums are rounded otherwise. A call that was
+            interrupted goes on where it was when it is made again.
+        measure: also compute how far the base is from its source, on some hundred tokens: `measured` of the result;
+            also of a base that was there before. By default where the base is calibrated.
 
     Returns:
         The finished, checked directory. Two processes may prepare the same base at once; one result is kept.
 
     Raises:
         UnsupportedQuantError: a quantisation that the engine could not hold bit for bit.
-        ConfigConflictError: `out` holds something else.
+        ConfigConflictError: `out` holds something else; or `measure=True` of a base whose source is not passed.
     """
     skipped = tuple(sorted(skip_modules))
     spec = QuantSpec(quant, double_quant, blocksize, compute_dtype, skipped, quantize_experts, quantize_tower)
