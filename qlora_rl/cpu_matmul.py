@@ -34,9 +34,6 @@ FEWEST_COLUMNS = 256
 # Rows for each thread that MKL adds up alike, whatever their number; one to three rows alone it adds up in another
 # order.
 ROWS_ALIKE = 4
-# Rows that MKL adds up alike as columns of the right factor, with one to eight threads alike; eight columns it adds up
-# in another order.
-COLUMNS_ALIKE = 16
 # With more threads than this, rows are not padded further: a single row would cost as much as hundreds.
 THREADS_ALIKE = 8
 
@@ -91,11 +88,10 @@ class Float32Products:
         self.close()
 
 
-def lifted_rows(x_MK: torch.Tensor, step: int = 0) -> torch.Tensor:
-    """The rows in float32, and zeros below them up to a multiple of `step`, so that the result of each row does not
-    depend on how many there are; by default for a left factor.
-    """
-    step = step or ROWS_ALIKE * min(torch.get_num_threads(), THREADS_ALIKE)
+def lifted_rows(x_MK: torch.Tensor) -> torch.Tensor:
+    """The rows of a left factor in float32, and so many zeros below them that the result of each row does not depend on
+    how many there are."""
+    step = ROWS_ALIKE * min(torch.get_num_threads(), THREADS_ALIKE)
     lifted = x_MK.new_empty(-(-len(x_MK) // step) * step, x_MK.shape[1], dtype=torch.float32)
     lifted[: len(x_MK)] = x_MK
     lifted[len(x_MK) :] = 0

@@ -26,10 +26,10 @@ def bench_rollout(
     modes: Sequence[str] = MODES,
     tokens: int = 32,
     minutes: float = 4.0,
-    with_bf16: bool = True,
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Each of our modes and stock vLLM generate the same rollouts in turns, with an adapter of rank 16.
+    """Each of our modes and stock vLLM generate the same rollouts in turns, with an adapter of rank 16; also vLLM on
+    the 16-bit model without an adapter, which is the upper limit.
 
     Args:
         size: of `SIZES`.
@@ -37,7 +37,6 @@ def bench_rollout(
         modes: values of `base_compute`.
         tokens: T of every completion.
         minutes: for generating; making the model and starting the engines comes on top.
-        with_bf16: also vLLM on the 16-bit model without an adapter, which is the upper limit.
 
     Returns:
         For each batch: `ours`, `against` (tokens per second) and `ratio` by mode, under commit, versions and machine.
@@ -57,16 +56,14 @@ def bench_rollout(
             engine.load_adapter(adapter, 1)
             engines[mode], notes[mode] = engine, engine.base_compute.as_dict()
             say(f"{mode}: {engine.base_compute}")
-        if with_bf16:
-            engines["bf16"] = stack.enter_context(VanillaEngine(bf16.path, max_lora_rank=0, **options))
+        engines["bf16"] = stack.enter_context(VanillaEngine(bf16.path, max_lora_rank=0, **options))
         for batch in batches:
             sides = {name: _drawer(engine, batch, tokens) for name, engine in engines.items()}
             speeds = in_turns(sides, 60 * minutes / len(batches))
             rows = {mode: compare(speeds[mode], speeds["stock"]) for mode in modes}
-            if with_bf16:
-                rows["bf16"] = compare(speeds["bf16"], speeds["stock"])
-                for mode in modes:
-                    rows[mode]["of_bf16"] = compare(speeds[mode], speeds["bf16"])["ratio"]
+            rows["bf16"] = compare(speeds["bf16"], speeds["stock"])
+            for mode in modes:
+                rows[mode]["of_bf16"] = compare(speeds[mode], speeds["bf16"])["ratio"]
             say(table(batch, rows))
             facts = {
                 "size": size,

@@ -73,6 +73,15 @@ def add(commands: Any) -> None:
         metavar="NAME",
         help="linears to adapt (default: all-linear)",
     )
+    _add_training(plan)
+    plan.add_argument("--cpu", action="store_true", help="plan for a CPU")
+    plan.add_argument("--trust-remote-code", action="store_true", help="let the model's own code run")
+    plan.add_argument("--json", action="store_true", help="print JSON")
+    plan.set_defaults(run=run)
+
+
+def _add_training(plan: argparse.ArgumentParser) -> None:
+    """What the trainers and the engine are told."""
     plan.add_argument(
         "--batch-size", type=COUNT, default=8, metavar="N", help="per_device_train_batch_size (default: %(default)s)"
     )
@@ -101,16 +110,46 @@ def add(commands: Any) -> None:
         action=argparse.BooleanOptionalAction,
         help="free the KV cache between rollouts (default: only if the run does not fit otherwise)",
     )
-    plan.add_argument("--cpu", action="store_true", help="plan for a CPU")
-    plan.add_argument("--trust-remote-code", action="store_true", help="let the model's own code run")
-    plan.add_argument("--json", action="store_true", help="print JSON")
-    plan.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit 0 fits (or no limit), 3 does not fit."""
     import json
 
+    estimate = _estimate(arguments)
+    from qlora_rl.cpu_features import processor
+    from qlora_rl.memory.plan import largest_length
+    from qlora_rl.memory.shape import stored_base
+
+    longest = largest_length(estimate) if arguments.gpu_memory is not None else None
+    base = stored_base(arguments.model) if arguments.quant is None else None
+    measured = None if base is None else base.measured
+    if arguments.json:
+        found = estimate.as_dict() | {"longest_max_length": longest}
+        found["savings"] = [vars(saving) for saving in estimate.savings()]
+        found["measured"] = None if measured is None else measured.as_dict()
+        if estimate.request.device == "cpu":
+            found["processor"] = processor().as_dict()
+        print(json.dumps(found, indent=1))
+        return 0 if estimate.fits else DOES_NOT_FIT
+    print(estimate)
+    if measured is not None:
+        print(f"\nbase: {measured}")
+    if estimate.request.device == "cpu":
+        print(f"\nprocessor: {processor()}")
+    _show_lengths(estimate, longest)
+    if not estimate.fits:
+        _show_what_to_lower(estimate)
+    return 0 if estimate.fits else DOES_NOT_FIT
+
+
+def _estimate(arguments: argparse.Namespace) -> MemoryEstimate:
+    """Of a run with these arguments.
+
+    Raises:
+        UsageError: options that contradict each other.
+        ConfigConflictError: there is no such model, or it is not supported.
+    """
     if arguments.model.endswith(".toml"):
         raise ConfigConflictError(
             f"planning {arguments.model}: plan takes the model, not a run's file. Name its [base] model, with "
@@ -119,9 +158,8 @@ def run(arguments: argparse.Namespace) -> int:
     from qlora_rl.engine.loading import loading
 
     with loading("qlora_rl.adapter.initialization"):
-        from qlora_rl.memory.pace import pace_of
-        from qlora_rl.memory.plan import largest_length, plan_memory
-        from qlora_rl.memory.shape import check_supported, read_config, stored_base, stored_spec
+        from qlora_rl.memory.plan import plan_memory
+        from qlora_rl.memory.shape import check_supported, read_config, stored_spec
 
         # What is wrong with the model or its directory is said before seconds of imports.
         spec = stored_spec(
@@ -133,17 +171,15 @@ def run(arguments: argparse.Namespace) -> int:
         )
         config = read_config(arguments.model, trust_remote_code=arguments.trust_remote_code)
         check_supported(config, None if arguments.method in OFFLINE else arguments.max_length)
-    from qlora_rl.cpu_features import processor
     from qlora_rl.engine.compat import may_sleep
 
     targets = arguments.target_modules
-    is_offline = arguments.method in OFFLINE
-    if is_offline and (said := _of_the_engine(arguments)):
+    if arguments.method in OFFLINE and (said := _of_the_engine(arguments)):
         raise UsageError(
             f"planning the memory: {', '.join(said)} with --method {arguments.method}, which makes no engine. Leave it "
             "out."
         )
-    estimate = plan_memory(
+    return plan_memory(
         config,
         method=arguments.method,
         rank=arguments.rank,
@@ -164,25 +200,17 @@ def run(arguments: argparse.Namespace) -> int:
         gpu_memory_gib=arguments.gpu_memory,
         host_memory_gib=arguments.host_memory,
     )
-    longest = largest_length(estimate) if arguments.gpu_memory is not None else None
-    base = stored_base(arguments.model) if arguments.quant is None else None
-    measured = None if base is None else base.measured
-    if arguments.json:
-        found = estimate.as_dict() | {"longest_max_length": longest}
-        found["savings"] = [vars(saving) for saving in estimate.savings()]
-        found["measured"] = None if measured is None else measured.as_dict()
-        if estimate.request.device == "cpu":
-            found["processor"] = processor().as_dict()
-        print(json.dumps(found, indent=1))
-        return 0 if estimate.fits else DOES_NOT_FIT
-    print(estimate)
-    if measured is not None:
-        print(f"\nbase: {measured}")
-    if estimate.request.device == "cpu":
-        print(f"\nprocessor: {processor()}")
-    sequences, tokens = estimate.cache_sequences, estimate.cache_tokens
-    if not is_offline:
-        print(f"\nKV cache: {sequences} sequences of {arguments.max_length} tokens at once, {tokens} tokens in all")
+
+
+def _show_lengths(estimate: MemoryEstimate, longest: int | None) -> None:
+    from qlora_rl.memory.pace import pace_of
+
+    request = estimate.request
+    if request.method not in OFFLINE:
+        print(
+            f"\nKV cache: {estimate.cache_sequences} sequences of {request.max_length} tokens at once, "
+            f"{estimate.cache_tokens} tokens in all"
+        )
     if longest is not None:
         print(
             "longest --max-length that fits: "
@@ -190,20 +218,22 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if estimate.fits and (pace := pace_of(estimate)):
         print(pace)
+
+
+def _show_what_to_lower(estimate: MemoryEstimate) -> None:
     if not estimate.fits_host:
         print(estimate.too_much_for_host())
-    elif not estimate.fits:
-        savings = estimate.savings()
-        one_does = any(saving.is_enough for saving in savings)
-        print(
-            "to make it fit, change one of these:"
-            if one_does
-            else "no single change is enough; combine several, or use a larger card or a smaller model:"
-        )
-        for saving in savings:
-            enough = ", which is enough" if saving.is_enough else ""
-            print(f"  {saving.advice}: saves {saving.nbytes / 2**30:.2f} GiB{enough}")
-    return 0 if estimate.fits else DOES_NOT_FIT
+        return
+    savings = estimate.savings()
+    one_does = any(saving.is_enough for saving in savings)
+    print(
+        "to make it fit, change one of these:"
+        if one_does
+        else "no single change is enough; combine several, or use a larger card or a smaller model:"
+    )
+    for saving in savings:
+        enough = ", which is enough" if saving.is_enough else ""
+        print(f"  {saving.advice}: saves {saving.nbytes / 2**30:.2f} GiB{enough}")
 
 
 def _settings(estimate: MemoryEstimate) -> str:

@@ -21,6 +21,7 @@ from qlora_rl.base.writer import embedding_rows
 from qlora_rl.distributed import join
 from qlora_rl.errors import BaseMismatchError
 from qlora_rl.stages import begin
+from qlora_rl.train.metrics.measure import StepClock
 from qlora_rl.train.run import CONFIG, StepRecord
 from qlora_rl.train.run.progress import show_progress, told
 from qlora_rl.train.run.trained_run import (
@@ -199,17 +200,8 @@ def check_base(model: Any, directory: Any) -> None:
         )
 
 
-class _Recorder(TrainerCallback):
-    """Writes one line per optimizer step: its time, and what TRL logs in it."""
-
-    def __init__(self, record: StepRecord):
-        self._record = record
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._record.begin()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._record.end(state.global_step)
+class _Recorder(StepClock):
+    """Also writes one line per optimizer step: its time, and what TRL logs in it."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         if "loss" in logs:

@@ -56,7 +56,7 @@ class MeasuredSteps:
         self._kept_rollouts: list[dict[str, Any]] = []
         self._first_rewards: list[list[tuple[float | None, ...]]] | None = []
         # Before the user's, which may raise: the step is done all the same.
-        self.callback_handler.callbacks.insert(0, _StepClock(self._record))
+        self.callback_handler.callbacks.insert(0, StepClock(self._record))
 
     def _rollout_facts(self) -> dict[str, float]:
         """Tokens, seconds and sync of the generation that just ended."""
@@ -266,14 +266,16 @@ def batch_of_all_ranks(*parts_BT: torch.Tensor) -> tuple[torch.Tensor, ...]:
     )
 
 
-class _StepClock(TrainerCallback):
+class StepClock(TrainerCallback):
     """Tells the record when an optimizer step begins and ends."""
 
     def __init__(self, record: StepRecord):
         self._record = record
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """It begins."""
         self._record.begin()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """It has ended."""
         self._record.end(state.global_step)
