@@ -127,15 +127,6 @@ def test_on_the_cpu_vllm_computes_in_its_engines_process(server, remote):
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="Linux tells which pages are shared")
-def test_vllms_engine_has_imported_nothing_again(server):
-    """A spawned process shares the files of libraries with others, but nothing that was written."""
-    (engine,) = (
-        each for each in psutil.Process(server.process.pid).children() if "EngineCore" in " ".join(each.cmdline())
-    )
-    found = dict(line.split(":") for line in Path(f"/proc/{engine.pid}/smaps_rollup").read_text().splitlines()[1:])
-    assert int(found["Shared_Dirty"].split()[0]) > 100 * 1024  # KiB
-
-
 def test_a_wrong_key_is_said_and_not_tried_again(server, monkeypatch):
     started = time.monotonic()
     with pytest.raises(AccessDeniedError, match="api_key_file="):
