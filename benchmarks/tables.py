@@ -781,13 +781,47 @@ def noise() -> str:
     for name, row in sorted(_load("noise.json")["rows"].items()):
         kl, mean, ess = (statistics.median(row[key]) for key in ("mismatch_kl", "logprob_diff_mean", "ess"))
         apart, seconds = row["function"][0], min(row["step_seconds"])
-        distances = f"{apart['engine']:.4f}, {apart['trainer']:.4f}"
+        distances = f"{apart['engine']:.1e}, {apart['trainer']:.1e}"
         what = name.replace("none", "unquantised")
-        lines.append(f"| {what} | {kl:.1e} | {mean:.4f} | {ess:.3f} | {distances} | {seconds:.0f} s |")
+        lines.append(f"| {what} | {kl:.1e} | {mean:.1e} | {ess:.3f} | {distances} | {seconds:.0f} s |")
     toy = _load("base_proof.json")
     for name, key in (("the demo's model: nf4, bfloat16", "repaired"), ("its copy in float32", "float32_baked")):
         kl, mean = toy[key]["mismatch_kl"], toy[key]["logprob_diff_mean"]
-        lines.append(f"| {name} | {kl:.1e} | {mean:.1g} | | | |")
+        lines.append(f"| {name} | {kl:.1e} | {mean:.1e} | | | |")
+    return "\n".join(lines)
+
+
+def faults() -> str:
+    """Which check finds what is planted under an adapter of a few steps, and under one that is larger."""
+    found = _load("faults.json")
+    limits = found["canary"], found["alarm"]
+
+    def shown(value: float, limit: float) -> str:
+        return f"**{value:.3f}**" if value > limit else f"{value:.3f}"
+
+    lines = [
+        f"| fault | bytes | canary (up to {limits[0]:.2f}) | probe | a batch (up to {limits[1]:.3f}) "
+        "| of a larger adapter: canary, batch |",
+        f"{'|---' * 6}|",
+    ]
+    for name, row in found["young"].items():
+        grown = found["grown"][name]
+        batch = shown(grown["alarm"]["distance"], limits[1])
+        cells = [
+            "**at the push**" if row["held"] == 1 else f"at the {row['held']}th" if row["held"] else "",
+            shown(row["canary"], limits[0]),
+            shown(row["probe"], 0.0 if row.get("probe_fails") else limits[0]),
+            shown(row["alarm"]["distance"], limits[1]),
+            f"{shown(grown['canary'], limits[0])}, {batch} {grown['alarm'].get('cause', '')}".rstrip(),
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    for name, row in found["base"].items():
+        what = "repaired" if "repaired" in row else "an error"
+        batch = shown(row["alarm"]["distance"], limits[1])
+        lines.append(f"| {name} | {what} when verified | {shown(row['canary'], limits[0])} | | {batch} | |")
+    for name, row in found["sampling"].items():
+        batch = f"{shown(row['alarm']['distance'], limits[1])} {row['alarm'].get('cause', '')}".rstrip()
+        lines.append(f"| sampled at {name} | | | | {batch} | |")
     return "\n".join(lines)
 
 
@@ -798,6 +832,7 @@ def _gpu() -> dict:
 TABLES = {
     "calibration": lambda: _calibration(_load("calibration.json")),
     "noise": noise,
+    "faults": faults,
     "gpu": lambda: gpu_tables.stacks(_gpu()),
     "gpu-numbers": lambda: gpu_tables.numbers(_gpu()),
     "field": lambda: field_tables.training(_load("field.json")),

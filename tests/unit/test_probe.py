@@ -93,6 +93,47 @@ def test_an_engine_that_never_multiplied_is_noticed_at_the_first_push(dense, tmp
     strategy.close()
 
 
+def multiply_by(factor, engine, monkeypatch):
+    """The buffers hold what was pushed, and the layers apply it so many times as strongly."""
+    score = engine.score
+
+    def scaled(*given, **named):
+        kept = {name: tensor.clone() for name, tensor in engine._held.items() if ".lora_B." in name}
+        for name in kept:
+            engine._held[name].mul_(factor)
+        try:
+            return score(*given, **named)
+        finally:
+            for name, tensor in kept.items():
+                engine._held[name].copy_(tensor)
+
+    monkeypatch.setattr(engine, "score", scaled)
+
+
+def wide(dense, directory):
+    """A pair with the threshold of a deep model in 16 bits."""
+    _, engine, strategy = pair(dense, DirectoryTransport(directory))
+    strategy.canary.threshold = 0.025
+    return engine, strategy
+
+
+def test_under_a_probe_a_wide_threshold_does_not_hide_a_scale_that_is_wrong(dense, tmp_path, monkeypatch):
+    engine, strategy = wide(dense, tmp_path)
+    multiply_by(1.05, engine, monkeypatch)
+    with pytest.raises(CanaryError, match="multiplies with it in another way"):
+        strategy.push()
+
+
+def test_other_sequences_decide_where_those_of_the_probe_are_further_apart_than_rounding(dense, tmp_path):
+    _, strategy = wide(dense, tmp_path)
+    difference = strategy.canary._difference
+    strategy.canary._difference = (
+        lambda ids, **given: 0.01 if ids is strategy.canary.sequences else difference(ids, **given)
+    )
+    strategy.push()
+    assert strategy.engine.version == 1
+
+
 def test_a_probe_leaves_nothing_where_modules_of_a_smaller_rank_leave_room(dense, tmp_path):
     model, _, strategy = pair(
         dense, InPlaceTransport(tmp_path), rank_pattern={"q_proj": 3}, alpha_pattern={"v_proj": 5}
