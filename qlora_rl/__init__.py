@@ -48,6 +48,7 @@ _HOMES = {
     "QLoRAGRPOTrainer": "qlora_rl.train.grpo",
     "QLoRARLOOTrainer": "qlora_rl.train.rloo",
     "QLoRAOnlineDPOTrainer": "qlora_rl.train.online_dpo",
+    "QLoRADistillationTrainer": "qlora_rl.train.distillation",
     "QLoRASFTTrainer": "qlora_rl.train.offline",
     "QLoRADPOTrainer": "qlora_rl.train.offline",
     "attach": "qlora_rl.train.attach",

@@ -1,12 +1,13 @@
-"""`load_adapter`: a saved adapter on a loaded model, for inference."""
+"""`load_adapter`: a saved adapter on a loaded model, for inference; `add_frozen`: beside one that is trained."""
 
 from __future__ import annotations
 
 import os
 import warnings
+from pathlib import Path
 from typing import Any
 
-from qlora_rl.adapter.directory import adapter_in, without_place
+from qlora_rl.adapter.directory import adapter_in, read_saved, without_place
 from qlora_rl.adapter.verdict import judge_adapter
 from qlora_rl.errors import AdapterRejectedError, collected
 
@@ -23,16 +24,10 @@ def load_adapter(model: Any, directory: str | os.PathLike[str], *, base: str | o
     Raises:
         AdapterRejectedError: it is damaged, was made for another base, or does not fit the model.
     """
-    from peft import PeftConfig, PeftModel
+    from peft import PeftModel
 
     doing = f"loading the adapter {directory}"
-    directory = adapter_in(directory)
-    verdict = judge_adapter(directory, base=base)
-    if verdict.kind == "reject":
-        raise collected(doing, verdict.reasons, AdapterRejectedError)
-    config = PeftConfig.from_pretrained(directory)
-    if hasattr(config, "init_lora_weights"):
-        config.init_lora_weights = True  # PiSSA and the like would be initialised again, and change the base once more
+    directory, config = _read(directory, base, doing)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -46,3 +41,46 @@ def load_adapter(model: Any, directory: str | os.PathLike[str], *, base: str | o
             "other modules than experts in 16 bits."
         )
     return adapted.eval()
+
+
+def add_frozen(model: Any, directory: str | os.PathLike[str], name: str, *, base: str | os.PathLike[str]) -> None:
+    """Give a PeftModel a further adapter, frozen; which one is active, and what is trained, does not change.
+
+    Args:
+        model: the PeftModel.
+        directory: of the adapter, or of a run.
+        name: of the adapter in the model.
+        base: directory of the base.
+
+    Raises:
+        AdapterRejectedError: it is damaged, was made for another base, or cannot stand beside the model's own.
+    """
+    from peft import set_peft_model_state_dict
+
+    doing = f"loading the adapter {directory}"
+    directory, config = _read(directory, base, doing)
+    config.inference_mode = False  # which would freeze the other one
+    trained = {n for n, parameter in model.named_parameters() if parameter.requires_grad}
+    try:
+        model.add_adapter(name, config)
+        found = set_peft_model_state_dict(model, read_saved(directory), adapter_name=name)
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise AdapterRejectedError(f"{doing}: it cannot stand beside the adapter of the model: {error}") from error
+    for n, parameter in model.named_parameters():
+        parameter.requires_grad_(n in trained)
+    if found.unexpected_keys:
+        raise AdapterRejectedError(f"{doing}: {found.unexpected_keys[0]} has no place in {type(model).__name__}.")
+
+
+def _read(directory: str | os.PathLike[str], base: str | os.PathLike[str] | None, doing: str) -> tuple[Path, Any]:
+    """Where the adapter is, and its PeftConfig, with which its tensors are not initialised in a way of their own."""
+    from peft import PeftConfig
+
+    path = adapter_in(directory)
+    verdict = judge_adapter(path, base=base)
+    if verdict.kind == "reject":
+        raise collected(doing, verdict.reasons, AdapterRejectedError)
+    config = PeftConfig.from_pretrained(path)
+    if hasattr(config, "init_lora_weights"):
+        config.init_lora_weights = True  # PiSSA and the like would be initialised again, and change the base once more
+    return path, config

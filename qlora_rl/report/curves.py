@@ -19,7 +19,8 @@ def draw_curves(runs: Sequence[Run], names: Sequence[str]) -> list[Markup]:
     accuracy."""
     if any(run.is_online for run in runs):
         own = [_draw_rewards_apart(runs[0]), _draw_dashboard(runs, names)]
-        reward, *others = (draw(runs, names) for draw in (_draw_reward, _draw_mismatch, _draw_ratio))
+        first = _draw_loss if all(run.is_taught for run in runs) else _draw_reward
+        reward, *others = (draw(runs, names) for draw in (first, _draw_mismatch, _draw_ratio))
         own.insert(0, _draw_held_out(runs, names))
         return [reward, *(part for part in own if part is not None), *others]
     return [shown for draw in (_draw_loss, _draw_hits, _draw_held_out) if (shown := draw(runs, names)) is not None]

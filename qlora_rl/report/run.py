@@ -55,6 +55,11 @@ class Run:
         )
 
     @property
+    def is_taught(self) -> bool:
+        """Answers were sampled, and a teacher has said what it would have said; there are no rewards."""
+        return isinstance(self.config.get("distillation"), dict)
+
+    @property
     def is_async(self) -> bool:
         """Answers were sampled while the model was trained on earlier ones."""
         return bool(self.values("trainer_wait_seconds"))
@@ -73,7 +78,7 @@ class Run:
 
     def argument(self, name: str) -> float | None:
         """A number of TRL's config."""
-        of_trl = [self.config.get(trainer) for trainer in ("grpo", "rloo", "online_dpo", "sft", "dpo")]
+        of_trl = [self.config.get(trainer) for trainer in ("grpo", "rloo", "online_dpo", "distillation", "sft", "dpo")]
         found = (finite(each.get(name)) for each in of_trl if isinstance(each, dict))
         return next((each for each in found if each is not None), None)
 
@@ -200,7 +205,8 @@ def summarise(run: Run) -> dict[str, float | None]:
     steps (ten at most), because one step is noise.
     """
     rewards = run.values("reward")
-    losses, hits = ([] if run.is_online else run.values("loss")), (run.values(run.hits) if run.hits else [])
+    losses = run.values("loss") if run.is_taught or not run.is_online else []
+    hits = run.values(run.hits) if run.hits else []
     kl = run.values("mismatch_kl")
     held_out = [value for each in run.evaluations if (value := finite(each.get("eval_reward"))) is not None]
     step_seconds = run.values("step_seconds")

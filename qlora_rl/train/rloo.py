@@ -3,17 +3,15 @@ measured."""
 
 from __future__ import annotations
 
-import math
 import os
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from transformers import TrainerCallback
 from trl import RLOOConfig, RLOOTrainer
 
 from qlora_rl.contracts import RolloutEngine
-from qlora_rl.train.metrics.measure import MeasuredSteps
+from qlora_rl.train.metrics.measure import MeasuredSteps, logprobs_like
 from qlora_rl.train.metrics.routing import RoutedSteps
 from qlora_rl.train.online import OnlineOptions, OnlineTrainer
 from qlora_rl.train.rollouts.bridge import EngineBridge
@@ -39,17 +37,7 @@ class SampledLogprobs:
             output["old_per_token_logps"] = self._scored[0]
         finally:
             self._scored = None
-        shape, device = output["completion_ids"].shape, output["completion_ids"].device
-        rows_BT = pad_sequence(
-            [
-                torch.tensor([math.nan if value is None else value for value in row])
-                for row in self.bridge.last.logprobs
-            ],
-            batch_first=True,
-        )
-        sampled_BT = torch.zeros(shape, dtype=rows_BT.dtype)
-        sampled_BT[:, : rows_BT.shape[1]] = rows_BT
-        output["sampling_per_token_logps"] = sampled_BT.to(device)
+        output["sampling_per_token_logps"] = logprobs_like(output["completion_ids"], self.bridge.last.logprobs)
         return output
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
