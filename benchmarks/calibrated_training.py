@@ -45,7 +45,13 @@ TRAINED_ON = BASES[:3]
 ROWS = [f"start, {base}" for base in TRAINED_ON]
 ROWS += [f"{method}, {base}, seed {seed}" for method, seeds in SEEDS.items() for seed in seeds for base in TRAINED_ON]
 ROWS += [f"start, {base}" for base in BASES[3:]]
-SHARED: dict[str, Any] = dict(bf16=True, save_strategy="no", report_to="none", lr_scheduler_type="constant_with_warmup")
+SHARED: dict[str, Any] = dict(
+    bf16=True,
+    use_cpu=not torch.cuda.is_available(),
+    save_strategy="no",
+    report_to="none",
+    lr_scheduler_type="constant_with_warmup",
+)
 CONFIGS: dict[str, dict[str, Any]] = {
     "SFT": dict(learning_rate=5e-4, warmup_steps=5, per_device_train_batch_size=3, gradient_checkpointing=False),
     "GRPO": dict(

@@ -772,6 +772,22 @@ def _calibration(found: dict) -> str:
     return "\n".join(lines)
 
 
+def calibrated_training() -> str:
+    """What was measured before and in training, by the base; a column has a value for each seed."""
+    columns = ("base", "seeds", "steps", "in the form, %", "right number, %", "nats a token", "nats a digit")
+    lines = [f"| {' | '.join(columns)} |", f"{'|---' * len(columns)}|"]
+    groups: dict[tuple[str, str], dict[str, dict]] = {}
+    for name, row in _load("calibrated_training.json")["rows"].items():
+        what, _, seed = name.partition(", seed ")
+        for steps, found in row["steps"].items():
+            groups.setdefault((what, steps), {})[seed] = found
+    for (what, steps), each in groups.items():
+        shares = [", ".join(f"{100 * found[key]:.0f}" for found in each.values()) for key in ("form", "right")]
+        losses = [", ".join(f"{found[key]:.3f}" for found in each.values()) for key in ("loss", "digit_loss")]
+        lines.append(f"| {what} | {', '.join(each)} | {steps} | {' | '.join(shares + losses)} |")
+    return "\n".join(lines)
+
+
 def noise() -> str:
     """What trainer and engine differ by with nothing wrong, by model, base and precision."""
     lines = [
@@ -831,6 +847,7 @@ def _gpu() -> dict:
 
 TABLES = {
     "calibration": lambda: _calibration(_load("calibration.json")),
+    "calibrated-training": calibrated_training,
     "noise": noise,
     "faults": faults,
     "gpu": lambda: gpu_tables.stacks(_gpu()),
