@@ -47,7 +47,9 @@ class TaughtRollouts:
 
     def __init__(self, *, reward_funcs: Any, reward_processing_classes: Any, **of_trl: Any):
         super().__init__(**of_trl)
-        self.reward_funcs, self.reward_func_names, self.num_generations = [], [], 1
+        self.reward_funcs: list[Any] = []
+        self.reward_func_names: list[str] = []
+        self.num_generations = 1
         self._logs["rewards"] = {}
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
