@@ -8,9 +8,15 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
-from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl import DistillationConfig, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from qlora_rl import QLoRAGRPOTrainer, QLoRAOnlineDPOTrainer, QLoRARLOOTrainer, attach
+from qlora_rl import (
+    QLoRADistillationTrainer,
+    QLoRAGRPOTrainer,
+    QLoRAOnlineDPOTrainer,
+    QLoRARLOOTrainer,
+    attach,
+)
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 from trl.experimental.online_dpo import OnlineDPOConfig
@@ -104,6 +110,28 @@ def test_both_sides_mean_the_tokens_that_truncated_sampling_keeps(kind, base, en
     found = [step["mismatch_kl"] for step in lines(tmp_path)]
     print(kind, "mismatch", found)
     assert max(found) < 1e-3
+
+
+def test_a_student_learns_what_its_prompt_said_and_the_engine_stays_with_it(base, engine, tmp_path):
+    rows = ROWS.map(lambda row: {"told": f"7777{row['prompt']}"})
+    own = {"max_completion_length": 4, "per_device_train_batch_size": 16, "max_steps": 10}
+    torch.manual_seed(0)
+    with QLoRADistillationTrainer(
+        base,
+        args=DistillationConfig(**fields(tmp_path, **own)),
+        train_dataset=rows,
+        peft_config=adapter(),
+        teacher_adapter="none",
+        teacher_prompt="told",
+        rollout=engine,
+    ) as made:
+        made.train()
+    steps = lines(tmp_path)
+    losses = [step["loss"] for step in steps]
+    print("losses", losses, "mismatch", max(step["mismatch_kl"] for step in steps))
+    assert mean(losses[-3:]) < 0.6 * mean(losses[:2])
+    assert torch.tensor([step["mismatch_kl"] for step in steps]).median() < 5e-4
+    assert [step["policy_version"] for step in steps] == list(range(engine.version - 9, engine.version + 1))
 
 
 @pytest.mark.parametrize(("kind", "config"), [(GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig)])
