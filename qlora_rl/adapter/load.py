@@ -1,4 +1,4 @@
-"""`load_adapter`: a saved adapter on a loaded model, for inference; `add_frozen`: beside one that is trained."""
+"""`load_adapter`: a saved adapter on a loaded model, for inference; `add_frozen`: next to one that is trained."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def add_frozen(model: Any, directory: str | os.PathLike[str], name: str, *, base
         base: directory of the base.
 
     Raises:
-        AdapterRejectedError: it is damaged, was made for another base, or cannot stand beside the model's own.
+        AdapterRejectedError: it is damaged, was made for another base, or cannot stand next to the model's own.
     """
     from peft import set_peft_model_state_dict
 
@@ -65,7 +65,7 @@ def add_frozen(model: Any, directory: str | os.PathLike[str], name: str, *, base
         model.add_adapter(name, config)
         found = set_peft_model_state_dict(model, read_saved(directory), adapter_name=name)
     except (RuntimeError, ValueError, KeyError) as error:
-        raise AdapterRejectedError(f"{doing}: it cannot stand beside the adapter of the model: {error}") from error
+        raise AdapterRejectedError(f"{doing}: it cannot stand next to the adapter of the model: {error}") from error
     for n, parameter in model.named_parameters():
         parameter.requires_grad_(n in trained)
     if found.unexpected_keys:
