@@ -9,18 +9,21 @@ Shapes: B completions, T tokens (padded).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from qlora_rl.contracts import SamplingSpec
 
 POSITION_BINS = 8
-# Fields of a sampling that leave a part of the vocabulary, and tokens that are scored at once with all their logits.
-TRUNCATING, _TOKENS = ("top_k", "top_p", "min_p"), 128
+# Fields of a sampling that leave a part of the vocabulary.
+TRUNCATING = ("top_k", "top_p", "min_p")
+# Tokens that are scored at once, with all logits of each; of how many of the likeliest a try is made before all are
+# sorted; how many may be as likely as the last of top_k.
+_TOKENS, _LIKELY, _TIES = 32, 1024, 64
 # What a single token may add to the scaled difference.
 _LARGEST = 0.5
 # How TRL corrects for what is left of the distance, with two sides that hold the same weights
@@ -224,35 +227,51 @@ class TruncatedSampling:
     def of(cls, sampling: SamplingSpec) -> TruncatedSampling | None:
         """What a rollout is truncated by; `None` where all tokens may be sampled."""
         asked = {name: sampling.extra.get(name, getattr(sampling, name)) for name in TRUNCATING}
-        asked["top_k"] = max(asked["top_k"], 0)
+        asked = {name: value for name, value in asked.items() if value is not None}
+        asked["top_k"] = max(asked.get("top_k", 0), 0)
         found = cls(**asked)
         return None if found == cls() or sampling.temperature == 0 else found
 
-    @torch.no_grad()
-    def kept(self, logits_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
-        """Bool [N, V]: what may be sampled, and the token that was.
+    def log_kept(self, logits_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+        """Log of the probability of what may be sampled, and of the token that was: float32 [N].
 
         Args:
             logits_NV: float32, divided by the temperature.
             targets_N: the sampled tokens.
         """
-        floor_N1 = torch.full_like(logits_NV[:, :1], -math.inf)
+        pairs = zip(logits_NV.split(_TOKENS), targets_N.split(_TOKENS), strict=True)
+        return torch.cat([self._log_kept(logits, targets) for logits, targets in pairs])
+
+    def _log_kept(self, logits_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+        target_N = logits_NV.gather(1, targets_N[:, None])[:, 0]
+        values_NK = self._kept(logits_NV)
+        least_N = values_NK.masked_fill(values_NK == -math.inf, math.inf).amin(-1)
+        beyond_N = target_N.masked_fill(target_N >= least_N, -math.inf)  # among ties any one stands for another
+        return torch.logaddexp(values_NK.logsumexp(-1), beyond_N) - logits_NV.logsumexp(-1)
+
+    def _kept(self, logits_NV: torch.Tensor) -> torch.Tensor:
+        """The logits of what may be sampled, in any order, with -inf for others."""
         if self.min_p > 0:
             floor_N1 = logits_NV.amax(-1, keepdim=True) + math.log(self.min_p)
-        if self.top_k or self.top_p < 1:
-            count = min(self.top_k or logits_NV.shape[1], logits_NV.shape[1])
-            values_NK = logits_NV.topk(count).values
-            if self.top_p < 1:
-                probs_NK = values_NK.masked_fill(values_NK < floor_N1, -math.inf).softmax(-1)
-                before_NK = probs_NK.cumsum(-1) - probs_NK  # the first one always stays
-                values_NK = values_NK.masked_fill(before_NK >= self.top_p, math.inf)
-            floor_N1 = torch.maximum(floor_N1, values_NK.amin(-1, keepdim=True))
-        return (logits_NV >= floor_N1).scatter(1, targets_N[:, None], True)
-
-    def log_kept(self, logits_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
-        """Float32 [N]: log of the probability of what is kept; arguments as `kept`."""
-        kept_NV = self.kept(logits_NV, targets_N)
-        return logits_NV.masked_fill(~kept_NV, -math.inf).logsumexp(-1) - logits_NV.logsumexp(-1)
+            logits_NV = logits_NV.masked_fill(logits_NV < floor_N1, -math.inf)
+        if not self.top_k and self.top_p == 1:
+            return logits_NV
+        words = logits_NV.shape[1]
+        values_NK = logits_NV.topk(min((self.top_k or _LIKELY) + _TIES, words)).values
+        if 0 < self.top_k < values_NK.shape[1]:
+            if logits_NV.device.type == "cpu":  # vLLM keeps what is as likely as the last one; on a GPU it counts
+                values_NK = values_NK.masked_fill(values_NK < values_NK[:, self.top_k - 1, None], -math.inf)
+            else:
+                values_NK = values_NK[:, : self.top_k]
+        if self.top_p == 1:
+            return values_NK
+        whole_N1 = (values_NK if self.top_k else logits_NV).logsumexp(-1, keepdim=True).detach()
+        probs_NK = (values_NK.detach() - whole_N1).exp()
+        if not self.top_k and values_NK.shape[1] < words and bool((probs_NK.sum(-1) < self.top_p).any()):
+            values_NK = logits_NV.sort(-1, descending=True).values
+            probs_NK = (values_NK.detach() - whole_N1).exp()
+        before_NK = probs_NK.cumsum(-1) - probs_NK  # the first one always stays
+        return values_NK.masked_fill(before_NK >= self.top_p, -math.inf)
 
     def log_kept_by_head(
         self,
@@ -262,17 +281,48 @@ class TruncatedSampling:
         targets_N: torch.Tensor,
         temperature: float,
         softcap: float | None = None,
+        gathers: Callable[..., AbstractContextManager[Any]] = lambda *_: nullcontext(),
     ) -> torch.Tensor:
         """`log_kept` of what the output head makes of hidden states; logits of few tokens at a time, again in the
-        backward pass."""
+        backward pass.
+
+        Args:
+            gathers: makes a sharded head whole while it multiplies; is given weight and bias.
+        """
 
         def tile(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             logits = torch.nn.functional.linear(hidden, weight_VH, bias_V).float()
             logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-            return self.log_kept(logits / temperature, targets)
+            return self._log_kept(logits / temperature, targets)
 
-        parts: list[Any] = [
-            checkpoint(tile, hidden, targets, use_reentrant=False)
-            for hidden, targets in zip(hidden_NH.split(_TOKENS), targets_N.split(_TOKENS), strict=True)
-        ]
-        return torch.cat(parts) if parts else hidden_NH.new_zeros(0, dtype=torch.float32)
+        parts = zip(hidden_NH.split(_TOKENS), targets_N.split(_TOKENS), strict=True)
+        return torch.cat(
+            [_Recomputed.apply(hidden, weight_VH, bias_V, targets, tile, gathers) for hidden, targets in parts]
+        )
+
+
+class _Recomputed(torch.autograd.Function):
+    """A function of hidden states that holds nothing for the backward pass, in which its head is gathered again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: Any, bias: Any, targets: torch.Tensor, tile: Any, gathers: Any
+    ) -> torch.Tensor:
+        device = hidden.device.type
+        ctx.autocast = dict(
+            device_type=device, dtype=torch.get_autocast_dtype(device), enabled=torch.is_autocast_enabled(device)
+        )
+        ctx.save_for_backward(hidden, weight, bias, targets)
+        ctx.tile, ctx.gathers = tile, gathers
+        with gathers(weight, bias):
+            return tile(hidden, targets)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        hidden, weight, bias, targets = ctx.saved_tensors
+        hidden = hidden.detach().requires_grad_()
+        wanted = [each for each in (hidden, weight, bias) if each is not None and each.requires_grad]
+        with torch.enable_grad(), ctx.gathers(weight, bias), torch.autocast(**ctx.autocast):
+            found = iter(torch.autograd.grad(ctx.tile(hidden, targets), wanted, gradient))
+        asked = (each is not None and each.requires_grad for each in (hidden, weight, bias))
+        return *(next(found) if is_asked else None for is_asked in asked), None, None, None

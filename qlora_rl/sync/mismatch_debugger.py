@@ -359,7 +359,7 @@ class MismatchDebugger:
         if not any(sampled.images) and self.rescore(sampled)[1] <= limit:
             return (
                 "the engine scores these tokens as the trainer does, and reported other probabilities when it sampled "
-                "them: a filter of the sampling (top_p, top_k, a penalty), or a cache of an older version"
+                "them: a filter of the sampling (a penalty, a pattern), or a cache of an older version"
             )
         return "adapter and base are right: the two sides compute different functions of them, or in different dtypes"
 

@@ -437,6 +437,8 @@ class OnlineTrainer(TrainedRun):
             truncated = None if own else TruncatedSampling.of(settings.sampling_spec(args))
             if use_small_tiles(bare_model(self.model), self.temperature, truncated=truncated):
                 self._truncated = truncated
+            if truncated is not None and (reference := getattr(self, "ref_model", None)) is not None:
+                use_small_tiles(bare_model(reference), self.temperature, truncated=truncated)
         self._failures = [] if ranks().size > 1 else None
         self._guard_rewards()
 

@@ -1,5 +1,7 @@
 """Logprobs in small tiles: TRL's own numbers, on the tokens that count."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from support import make_model, randomise
@@ -176,7 +178,7 @@ def test_truncated_logprobs_and_gradients_are_those_of_a_softmax_over_what_is_ke
     randomise(adapted)
     logits_NV = bare(ids).logits[:, :-1].flatten(0, 1).float() / temperature
     targets_N = ids[:, 1:].flatten()
-    kept_NV = truncated.kept(logits_NV, targets_N)
+    kept_NV = kept(truncated, logits_NV, targets_N)
     assert not kept_NV.all(1).any()
     wanted_N = logits_NV.masked_fill(~kept_NV, -torch.inf).log_softmax(-1).gather(1, targets_N[:, None])[:, 0]
     names, parameters = zip(*[(n, p) for n, p in adapted.named_parameters() if p.requires_grad], strict=True)
@@ -191,17 +193,45 @@ def test_truncated_logprobs_and_gradients_are_those_of_a_softmax_over_what_is_ke
 
 def test_what_truncated_sampling_keeps():
     logits_NV = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
-    target = torch.tensor([0])
-    for truncated, kept in (
-        (TruncatedSampling(top_k=2), [True, True, False, False]),
-        (TruncatedSampling(top_p=0.65), [True, True, False, False]),  # the second passes it
-        (TruncatedSampling(top_p=0.75), [True, True, True, False]),
-        (TruncatedSampling(min_p=0.6), [True, True, False, False]),
-        (TruncatedSampling(3, 0.5), [True, True, False, False]),  # of nine tenths
+    for truncated, target, mass in (
+        (TruncatedSampling(top_k=2), 0, 0.7),
+        (TruncatedSampling(top_k=9), 3, 1.0),
+        (TruncatedSampling(top_p=0.65), 1, 0.7),  # the second passes it
+        (TruncatedSampling(top_p=0.75), 1, 0.9),
+        (TruncatedSampling(min_p=0.6), 0, 0.7),
+        (TruncatedSampling(3, 0.5), 0, 0.7),  # of nine tenths
+        (TruncatedSampling(top_k=2), 3, 0.8),  # sampled all the same
     ):
-        assert truncated.kept(logits_NV, target).tolist() == [kept]
-    assert TruncatedSampling(top_k=2).kept(logits_NV, torch.tensor([3])).tolist() == [[True, True, False, True]]
-    torch.testing.assert_close(TruncatedSampling(top_k=2).log_kept(logits_NV, target).exp(), torch.tensor([0.7]))
+        found = truncated.log_kept(logits_NV, torch.tensor([target])).exp()
+        torch.testing.assert_close(found, torch.tensor([mass]))
+
+
+def test_of_equal_logits_as_many_are_kept_as_vllm_keeps():
+    """On a CPU top_k keeps all that are as likely as its last one, and top_p counts."""
+    logits_NV = torch.tensor([[0.4, 0.2, 0.2, 0.2]]).log()
+    for truncated, mass in ((TruncatedSampling(top_k=2), 1.0), (TruncatedSampling(top_p=0.5), 0.6)):
+        found = truncated.log_kept(logits_NV, torch.tensor([0])).exp()
+        torch.testing.assert_close(found, torch.tensor([mass]))
+
+
+def test_a_vocabulary_of_which_few_words_are_not_enough_is_sorted_whole():
+    logits_NV = torch.randn(3, 5000, generator=torch.Generator().manual_seed(0))
+    targets_N = logits_NV.argmax(-1)
+    for truncated in (TruncatedSampling(top_p=0.9), TruncatedSampling(0, 0.9, 0.01), TruncatedSampling(3000, 0.9)):
+        wanted = logits_NV.softmax(-1).masked_fill(~kept(truncated, logits_NV, targets_N), 0).sum(-1)
+        torch.testing.assert_close(truncated.log_kept(logits_NV, targets_N).exp(), wanted)
+
+
+def kept(truncated, logits_NV, targets_N):
+    """By the definition: min_p, of those top_k, of those top_p; and the target."""
+    probs_NV = logits_NV.softmax(-1)
+    probs_NV = probs_NV.where(probs_NV >= truncated.min_p * probs_NV.amax(-1, keepdim=True), 0)
+    order_NV = probs_NV.argsort(-1, descending=True)
+    sorted_NV = probs_NV.gather(1, order_NV)
+    sorted_NV[:, truncated.top_k or len(sorted_NV[0]) :] = 0
+    sorted_NV = sorted_NV / sorted_NV.sum(-1, keepdim=True)
+    is_kept = (sorted_NV > 0) & (sorted_NV.cumsum(-1) - sorted_NV < truncated.top_p)
+    return torch.zeros_like(is_kept).scatter(1, order_NV, is_kept).scatter(1, targets_N[:, None], True)
 
 
 @pytest.mark.parametrize(
@@ -211,8 +241,27 @@ def test_what_truncated_sampling_keeps():
         (SamplingSpec(top_k=-1), None),
         (SamplingSpec(top_p=0.9, temperature=0.0), None),
         (SamplingSpec(top_p=0.9), TruncatedSampling(top_p=0.9)),
+        (SamplingSpec(extra={"top_k": None, "min_p": None}), None),
         (SamplingSpec(top_p=0.9, extra={"top_p": 0.5, "top_k": 7}), TruncatedSampling(7, 0.5)),
     ],
 )
 def test_truncated_sampling_is_read_as_the_engine_reads_it(sampling, truncated):
     assert TruncatedSampling.of(sampling) == truncated
+
+
+def test_a_sharded_head_is_whole_again_where_the_backward_pass_computes_truncated_logits():
+    """As under ZeRO-3: outside of the context there is nothing to multiply with."""
+    weight = torch.nn.Parameter(torch.randn(50, 8, generator=torch.Generator().manual_seed(0)), requires_grad=False)
+    data = weight.data
+
+    @contextmanager
+    def gathers(*_):
+        weight.data = data
+        yield
+        weight.data = torch.empty(0)
+
+    weight.data = torch.empty(0)
+    hidden = torch.randn(5, 8, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    found = TruncatedSampling(top_k=3).log_kept_by_head(hidden, weight, None, torch.arange(5), 1.0, gathers=gathers)
+    found.sum().backward()
+    assert hidden.grad.abs().sum() > 0

@@ -76,12 +76,13 @@ def use_small_tiles(
         wanted_BT = targets_BT != -100
         head = self.get_output_embeddings()
         # The head itself is not called, so ZeRO-3 would not gather it.
-        with maybe_gather_lm_head_ctx(head.weight, head.bias) if hasattr(head.weight, "ds_id") else nullcontext():
-            hidden_NH, targets_N = hidden_BTH[wanted_BT], targets_BT[wanted_BT]
+        gathers = maybe_gather_lm_head_ctx if hasattr(head.weight, "ds_id") else lambda *_: nullcontext()
+        hidden_NH, targets_N = hidden_BTH[wanted_BT], targets_BT[wanted_BT]
+        with gathers(head.weight, head.bias):
             scored = (hidden_NH, head.weight, head.bias, targets_N, temperature, softcap)
             logprobs, *others = score(*scored, names, tokens)
-            if truncated is not None:
-                logprobs = logprobs - truncated.log_kept_by_head(*scored)
+        if truncated is not None:
+            logprobs = logprobs - truncated.log_kept_by_head(*scored, gathers=gathers)
 
         def spread(values_N: torch.Tensor) -> torch.Tensor:
             # Stays connected to the model where nothing is scored at all.
