@@ -105,6 +105,35 @@ def demo() -> str:
     )
 
 
+def real() -> str:
+    """The demo of a real model, a column each for ours and TRL's sync on the same 4-bit base."""
+    rows = _load("real.json")["rows"]
+    ours, merge = rows["qlora_rl"], rows["trl-nf4"]
+
+    def row(what: str, show: Callable[[dict], str]) -> str:
+        return f"| {what} | {show(ours)} | {show(merge)} |"
+
+    return "\n".join(
+        [
+            f"| {ours['steps']} steps of GRPO, one seed | **qlora_rl**: only the adapter is sent | "
+            "TRL 1.16: merge, push, unmerge |",
+            "|---|---|---|",
+            row("reward of 24 held-out answers, before", lambda r: f"{r['reward_before']:.2f}"),
+            row("… and after", lambda r: f"**{r['reward_after']:.2f}**"),
+            row(
+                "mismatch KL: median; worst step",
+                lambda r: f"{_power(r['mismatch_kl_median'])}; {_power(r['mismatch_kl_max'])}",
+            ),
+            row("syncing a new policy", lambda r: f"{1e3 * r['sync_seconds']:,.0f} ms"),
+            row(
+                "verifying it in the sampler",
+                lambda r: f"{1e3 * r['verify_seconds']:,.0f} ms" if r["verify_seconds"] else "not done",
+            ),
+            row("a step", lambda r: f"{r['step_seconds']:.1f} s"),
+        ]
+    )
+
+
 def demo_seeds() -> str:
     """Every run of the demo benchmark, one line each."""
     result = _load("demo.json")
@@ -874,6 +903,7 @@ TABLES = {
     "adapters": adapters,
     "starts": starts,
     "demo": demo,
+    "real": real,
     "dense": dense,
     "dense-fleet": dense_fleet,
     "drift": drift,

@@ -35,7 +35,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "mixtures, adapters on experts": ("engine/test_mixtures.py", "engine/test_expert_adapters.py"),
     "images": ("engine/test_vision.py",),
     "GRPO on vLLM": ("engine/test_training.py",),
-    "the server, its gate, its forked engine": (
+    "the server, its gate": (
         "engine/test_server.py",
         "unit/test_serve.py",
     ),

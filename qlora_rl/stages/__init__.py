@@ -75,7 +75,7 @@ def shown(stream: TextIO | None = None, *, beats: bool = True) -> Iterator[None]
 
     Args:
         stream: where to; by default stderr.
-        beats: with signs of life, from a thread; not in a process that is to be forked.
+        beats: with signs of life, from a thread.
     """
     handler, level = _Shown(stream, beats), logger.level
     logger.addHandler(handler)

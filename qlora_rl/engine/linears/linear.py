@@ -19,6 +19,8 @@ from qlora_rl.engine.linears.cpu_kernel import CodesKernel, codes_kernel
 Groups = list[tuple[int, torch.Tensor | None]]
 # One sum of R products may be off by this share of its summands (16-bit rounding, twice).
 ROUNDING = 0.02
+# Columns of A of which a product is asked after a push.
+_ASKED = 32
 
 
 class AdapterProducts:
@@ -80,25 +82,25 @@ class AdapterProducts:
             out.add_(x @ a.T @ b.T, alpha=scale)
 
     def is_applied(
-        self, a_stacked: tuple[torch.Tensor, ...], b_stacked: tuple[torch.Tensor, ...], slot: int, column: int
+        self, a_stacked: tuple[torch.Tensor, ...], b_stacked: tuple[torch.Tensor, ...], slot: int, columns: Any
     ) -> bool:
-        """Tokens of this slot get B A x, up to rounding; asked of an x that is 1 at `column` and else zero."""
+        """Tokens of this slot get B A x, up to rounding; asked of an x for each of `columns`, 1 there and else zero."""
         sizes = [b.shape[2] for b in b_stacked]
-        x = a_stacked[0].new_zeros(1, a_stacked[0].shape[3])
-        x[0, column] = 1
-        y = x.new_zeros(1, sum(sizes))
+        x = a_stacked[0].new_zeros(len(columns), a_stacked[0].shape[3])
+        x[range(len(columns)), columns] = 1
+        y = x.new_zeros(len(columns), sum(sizes))
         groups, tokens = self._groups, self._tokens
-        self._groups, self._tokens = [(slot, None)], 1
+        self._groups, self._tokens = [(slot, None)], len(columns)
         try:
             self(y, x, a_stacked, b_stacked, 1.0, sizes)
         finally:
             self._groups, self._tokens = groups, tokens
-        for part, a, b in zip(y[0].split(sizes), a_stacked, b_stacked, strict=True):
-            column_R, b_OR = a[slot, 0, :, column].float(), b[slot, 0].float()
-            room = ROUNDING * (b_OR.abs() @ column_R.abs()) + torch.finfo(torch.float32).tiny
+        for part, a, b in zip(y.split(sizes, 1), a_stacked, b_stacked, strict=True):
+            columns_RC, b_OR = a[slot, 0][:, columns].float(), b[slot, 0].float()
+            room = ROUNDING * (b_OR.abs() @ columns_RC.abs()) + torch.finfo(torch.float32).tiny
             kind = torch.finfo(b.dtype)
             room += b_OR.shape[1] * kind.tiny * kind.eps  # what is no normal number is rounded to multiples of this
-            if not bool(((part.float() - b_OR @ column_R).abs() <= room).all()):
+            if not bool(((part.T.float() - b_OR @ columns_RC).abs() <= room).all()):
                 return False
         return True
 
@@ -127,13 +129,14 @@ def multiply_adapters_directly(runner: Any) -> str:
 
 
 def is_left_out(layer: Any, slot: int, turn: int) -> bool:
-    """One of vLLM's linears with LoRA gives tokens of this slot something else than its buffers say; asked of one
-    column of A, in turns. False where vLLM multiplies in its own way."""
+    """One of vLLM's linears with LoRA gives tokens of this slot something else than its buffers say; asked of some
+    columns of A, in turns. False where vLLM multiplies in its own way."""
     products = getattr(_wrapper_of(layer), "add_lora_linear", None)
     if not isinstance(products, AdapterProducts):
         return False
-    column = turn % layer.lora_a_stacked[0].shape[3]
-    return not products.is_applied(layer.lora_a_stacked, layer.lora_b_stacked, slot, column)
+    width = layer.lora_a_stacked[0].shape[3]
+    columns = [(turn * _ASKED + i) % width for i in range(min(_ASKED, width))]
+    return not products.is_applied(layer.lora_a_stacked, layer.lora_b_stacked, slot, columns)
 
 
 def _wrapper_of(layer: Any) -> Any:

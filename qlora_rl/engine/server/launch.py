@@ -288,6 +288,7 @@ class _Server:
             break
         self.is_ready = True
         sequences = self.start.arguments["max_num_seqs"]
+        begin("")
         print(
             f"qlora-rl: serving {self.base} at {self.url}; base {about['base'][:16]} ({about['repaired']} weights got "
             f"their exact scales back); {_takes(about)}, length <= {about['max_model_length']}, {sequences} sequences, "
