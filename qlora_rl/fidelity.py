@@ -291,7 +291,8 @@ class TruncatedSampling:
         """
 
         def tile(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            logits = torch.nn.functional.linear(hidden, weight_VH, bias_V).float()
+            own = hidden if torch.is_autocast_enabled(hidden.device.type) else hidden.to(weight_VH.dtype)
+            logits = torch.nn.functional.linear(own, weight_VH, bias_V).float()
             logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
             return self._log_kept(logits / temperature, targets)
 

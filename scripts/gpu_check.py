@@ -331,7 +331,9 @@ def todo(pieces: Sequence[Piece], done: Mapping[str, Mapping[str, Any]], *, retr
     again = {
         name
         for name, outcome in done.items()
-        if outcome["status"] == CUT_OFF or (retry and outcome["status"] != PASSED)
+        if outcome["status"] == CUT_OFF
+        or outcome.get("tail", "").startswith("not installed: ")  # it may be by now
+        or (retry and outcome["status"] != PASSED)
     }
     return [p for p in pieces if p.name not in done or p.name in again]
 

@@ -60,6 +60,8 @@ def add_frozen(model: Any, directory: str | os.PathLike[str], name: str, *, base
     doing = f"loading the adapter {directory}"
     directory, config = _read(directory, base, doing)
     config.inference_mode = False  # which would freeze the other one
+    if hasattr(config, "lora_dropout"):
+        config.lora_dropout = 0.0
     trained = {n for n, parameter in model.named_parameters() if parameter.requires_grad}
     try:
         model.add_adapter(name, config)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import json
 import logging
 import os
@@ -260,7 +261,8 @@ def _measured_since(made: PreparedBase, choice: Calibration, measure: Callable[[
 
     def measured() -> Measured:
         found, file = measure(), made.path / MANIFEST
-        replace_file(file, json.dumps(read_object(file) | {"measured": found.as_dict()}, indent=1).encode())
+        with contextlib.suppress(OSError):  # somebody else's base: this call knows it all the same
+            replace_file(file, json.dumps(read_object(file) | {"measured": found.as_dict()}, indent=1).encode())
         return found
 
     begin(f"measuring how far {made} is from its source")
@@ -579,7 +581,7 @@ def _publish(
         if (target / MANIFEST).is_file():
             return open_base(target)
         # The lock is ours, so unfinished directories of this base belong to processes that are gone.
-        for stale in target.parent.glob(f".{target.name}.tmp-*"):
+        for stale in target.parent.glob(f".{glob.escape(target.name)}.tmp-*"):
             shutil.rmtree(stale, ignore_errors=True)
         staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.tmp-", dir=target.parent))
         try:
@@ -614,7 +616,7 @@ def _publish(
                 target.rmdir() if out is not None else shutil.rmtree(target)
             os.rename(staging, target)
             _fsync(target.parent)
-            for kept in target.parent.glob(f".{target.name}.chosen-*"):
+            for kept in target.parent.glob(f".{glob.escape(target.name)}.chosen-*"):
                 shutil.rmtree(kept, ignore_errors=True)
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)

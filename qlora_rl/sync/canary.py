@@ -29,7 +29,15 @@ from qlora_rl.contracts import AdapterBundle, GaugedEngine, Leaf, ReplicatedEngi
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import CanaryError, ConfigConflictError
 from qlora_rl.sharded_tensors import is_sharded
-from qlora_rl.sync.forward import NotComparedError, as_trained, bare_model, in_float32, plain_forward, without_adapter
+from qlora_rl.sync.forward import (
+    NotComparedError,
+    as_engine,
+    as_trained,
+    bare_model,
+    in_float32,
+    plain_forward,
+    without_adapter,
+)
 from qlora_rl.sync.function_check import FunctionCheck
 from qlora_rl.sync.synthetic_adapter import Probe
 
@@ -300,7 +308,10 @@ class Canary:
         return FLOORS.get(self.engine.capabilities().adapter_dtype, FLOOR_16_BIT)
 
     def _limit_under(self, probe: Probe, sequences: Sequence[Sequence[int]], ours: Sequence[Sequence[float]]) -> float:
-        """How far the engine may be from the trainer under a probe, by the trainer's rounding on these sequences."""
+        """How far the engine may be from the trainer under a probe, by the trainer's rounding on these sequences; where
+        both round otherwise that says nothing of the engine's."""
+        if as_engine(self.model, self.autocast, self.engine.capabilities().adapter_dtype) is not None:
+            return self.threshold
         rounding = math.inf
         if not is_sharded(self.model):
             try:

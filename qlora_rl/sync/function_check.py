@@ -68,7 +68,7 @@ class Apart:
         engine: as far as the engine is.
         trainer: as far as the trainer is, as it trains.
         least: what is rounding in any case: for any model, or with the trainer's forward in the engine's dtype.
-        is_alike: both sides round to one dtype, so that the engine's distance says what is normal for the trainer's.
+        is_alike: the trainer rounds no more than the engine, whose distance says what is normal for the trainer's.
     """
 
     tokens: int
@@ -80,7 +80,7 @@ class Apart:
     @classmethod
     def of(
         cls, tokens: int, engine: torch.Tensor, trainer: torch.Tensor, exact: torch.Tensor, like: torch.Tensor | None,
-        name: str,
+        name: str, own: torch.dtype | None = None,
     ) -> Apart:  # fmt: skip
         """From logprobs of the same tokens.
 
@@ -91,11 +91,14 @@ class Apart:
             exact: the trainer's in float32.
             like: the trainer's in the engine's dtype, where it trains in another one.
             name: of the engine's dtype.
+            own: that of the trainer. Where it is the engine's, the trainer is never the one that rounds more: 4-bit
+                linears of a float16 base multiply in bfloat16 in the engine alone.
         """
         least = FLOORS.get(name, FLOOR_16_BIT)
         if like is not None:
             least = max(least, distance(like, exact))
-        return cls(tokens, distance(engine, exact), distance(trainer, exact), least, like is None)
+        is_alike = like is None or own == getattr(torch, name)
+        return cls(tokens, distance(engine, exact), distance(trainer, exact), least, is_alike)
 
     @property
     def odd(self) -> str:
@@ -104,7 +107,8 @@ class Apart:
             return "trainer"
         if not self.engine <= FACTOR * max(self.trainer, self.least):
             return "engine"
-        is_right = not self.is_alike or self.trainer <= FACTOR * max(self.engine, self.least)
+        # What the trainer has in the engine's dtype would excuse its own fault.
+        is_right = not self.is_alike or self.trainer <= FACTOR * max(self.engine, min(self.least, FLOOR_16_BIT))
         return "" if is_right else "trainer"
 
 
@@ -230,7 +234,8 @@ class FunctionCheck:
     def _apart(self, length: int, logprobs: Sequence[Sequence[float | None]], ours: Measured) -> Apart:
         engine = torch.tensor([math.nan if each is None else each for row in logprobs for each in row])
         name = self._engine.capabilities().adapter_dtype
-        return Apart.of(length, engine, ours.trainer, ours.exact, ours.like, name)
+        own = self._autocast or bare_model(self._model).dtype
+        return Apart.of(length, engine, ours.trainer, ours.exact, ours.like, name, own)
 
     def _scored(self, texts: list[list[int]]) -> list[list[list[float]]]:
         try:

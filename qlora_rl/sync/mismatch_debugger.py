@@ -33,6 +33,7 @@ from qlora_rl.sync.forward import (
     NotComparedError,
     as_engine,
     as_trained,
+    bare_model,
     completion_logits,
     evaluating,
     in_float32,
@@ -392,7 +393,8 @@ class MismatchDebugger:
         if (rounds_alike := as_engine(self.model, self.autocast, name)) is not None:
             with rounds_alike:
                 like = self._logprobs(sampled, (t,), autocast=False)[0][t]
-        return Apart.of(longest, theirs, ours[t], exact[t], like, name)
+        own = self.autocast or bare_model(self.model).dtype
+        return Apart.of(longest, theirs, ours[t], exact[t], like, name, own)
 
     @torch.no_grad()
     def _logprobs(

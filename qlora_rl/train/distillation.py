@@ -25,13 +25,15 @@ from qlora_rl.adapter.directory import open_adapter
 from qlora_rl.base.checkpoint import MANIFEST, load_base
 from qlora_rl.contracts import RolloutEngine
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, collected
+from qlora_rl.fidelity import TruncatedSampling
+from qlora_rl.sync.forward import bare_model
 from qlora_rl.train.metrics.measure import MeasuredSteps, logprobs_like
 from qlora_rl.train.online import OnlineOptions, OnlineTrainer
 from qlora_rl.train.rollouts.bridge import EngineBridge
 from qlora_rl.train.rollouts.endings import EndedCompletions
 from qlora_rl.train.scoring.logprobs import TOKENS, WORDS
 from qlora_rl.train.setup import settings
-from qlora_rl.train.teacher import NONE, POLICY, Teacher, check_name_is_free, on_own_base, on_same_base
+from qlora_rl.train.teacher import NAME, NONE, POLICY, Teacher, check_name_is_free, on_own_base, on_same_base
 
 # What of a batch is looked at when it has been trained on; TRL shuffles the rows of all of it alike.
 _ROWS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "sampling_per_token_logps")
@@ -67,6 +69,8 @@ class TaughtRollouts:
                     f"{self.teacher_prompt}. Fill it in, or remove the row."
                 )
             rows = [torch.tensor(ids) for ids in self._tokenize_prompts(prompts)[0]]
+            if not all(map(len, rows)):
+                raise ConfigConflictError(f"reading the dataset: a row has an empty {self.teacher_prompt}. Fill it in.")
             padded, pad = {"batch_first": True, "padding_side": "left"}, self._tokenizer.pad_token_id
             device = output["prompt_ids"].device
             output["teacher_prompt_ids"] = pad_sequence(rows, padding_value=pad, **padded).to(device)
@@ -132,6 +136,13 @@ class QLoRADistillationTrainer(OnlineTrainer, MeasuredSteps, TaughtRollouts, End
                 f"teacher_adapter={adapter!r} without teacher_prompt: the teacher says what the student says, and "
                 "nothing can be learned. Name the column with what the teacher reads"
             )
+        teacher = self._given_teacher
+        if (
+            teacher is not None
+            and not isinstance(teacher, str | os.PathLike)
+            and bare_model(teacher) is bare_model(model)
+        ):
+            reasons.append("teacher_model is the model that is trained. Pass teacher_adapter= in its place")
         parts = [part for d in asked.datasets for part in (d.values() if isinstance(d, dict) else [d])]
         for columns in (getattr(part, "column_names", None) for part in parts):
             if self.teacher_prompt is not None and columns and self.teacher_prompt not in columns:
@@ -149,6 +160,8 @@ class QLoRADistillationTrainer(OnlineTrainer, MeasuredSteps, TaughtRollouts, End
             self._check_tokenizer(teacher, args)
             if (Path(teacher) / MANIFEST).is_file():
                 teacher = load_base(teacher, device=args.device, trust_remote_code=args.trust_remote_code)
+            else:
+                teacher = os.fspath(teacher)
         return {**super()._model_for_trl(model, peft_config, args), "teacher_model": teacher}
 
     def _check_tokenizer(self, teacher: str | os.PathLike[str], args: Any) -> None:
@@ -171,6 +184,8 @@ class QLoRADistillationTrainer(OnlineTrainer, MeasuredSteps, TaughtRollouts, End
             self.teacher_model, self._taught_by = on_same_base(self.model, self._teacher_adapter, self.base)
         if self.teacher_prompt is not None:
             self._taught_by["prompt"] = self.teacher_prompt
+        if _scale_of(bare_model(self.model).config.get_text_config()) == 1:
+            self._truncated = TruncatedSampling.of(settings.sampling_spec(args))
 
     def decisive(self) -> dict[str, Any]:
         """The teacher, whatever the directory is called that it came from."""
@@ -179,6 +194,16 @@ class QLoRADistillationTrainer(OnlineTrainer, MeasuredSteps, TaughtRollouts, End
 
     def _describe(self, adapter_dtype: str, facts: dict[str, Any]) -> dict[str, Any]:
         return super()._describe(adapter_dtype, facts | {"teacher": self._taught_by})
+
+    def _save(self, *args: Any, **kwargs: Any) -> None:
+        """PEFT writes every adapter that the model holds: not the teacher's."""
+        held = self.model.peft_config
+        teacher = held.pop(NAME, None)
+        try:
+            super()._save(*args, **kwargs)
+        finally:
+            if teacher is not None:
+                held[NAME] = teacher
 
     # --- as TRL wants it --------------------------------------------------------------------------------------------
 
@@ -209,7 +234,8 @@ class QLoRADistillationTrainer(OnlineTrainer, MeasuredSteps, TaughtRollouts, End
             teacher.sequences = ids, mask
         self._part = inputs if self._unscored else None
         try:
-            return super()._compute_loss(unwrapped_student, inputs, num_items_in_batch)
+            with self.accelerator.autocast():  # TRL goes past the forward on which accelerate puts it
+                return super()._compute_loss(unwrapped_student, inputs, num_items_in_batch)
         finally:
             self._part = teacher.sequences = None
 
@@ -237,6 +263,9 @@ class QLoRADistillationTrainer(OnlineTrainer, MeasuredSteps, TaughtRollouts, End
                 for h, t in parts
             ]
         )
+        if self._truncated is not None:
+            given = hidden_BTH[wanted_BT], head.weight, head.bias, part["completion_ids"][wanted_BT]
+            logprobs_N = logprobs_N - self._truncated.log_kept_by_head(*given, self.temperature, softcap)
         return logprobs_N.new_zeros(wanted_BT.shape).masked_scatter(wanted_BT, logprobs_N)
 
     # --- the measurement ----------------------------------------------------------------------------------------------

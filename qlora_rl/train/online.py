@@ -432,13 +432,11 @@ class OnlineTrainer(TrainedRun):
     def _after_trl(self, args: Any) -> None:
         """What TRL has built is made ready; `args` are the user's again."""
         if not getattr(args, "cast_lm_head_to_fp32", False):
-            # What a rollout_func samples may be truncated or not.
-            own = getattr(self, "rollout_func", None) is not None
+            # What a rollout_func samples may be truncated or not; a reference of its own would not be truncated.
+            own = any(getattr(self, name, None) is not None for name in ("rollout_func", "ref_model"))
             truncated = None if own else TruncatedSampling.of(settings.sampling_spec(args))
             if use_small_tiles(bare_model(self.model), self.temperature, truncated=truncated):
                 self._truncated = truncated
-            if truncated is not None and (reference := getattr(self, "ref_model", None)) is not None:
-                use_small_tiles(bare_model(reference), self.temperature, truncated=truncated)
         self._failures = [] if ranks().size > 1 else None
         self._guard_rewards()
 

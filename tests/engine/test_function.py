@@ -275,6 +275,15 @@ def test_a_side_is_odd_when_it_is_several_times_as_far_from_float32_as_the_other
     assert Apart(65, engine, trainer, 1e-3, alike).odd == odd
 
 
+def test_what_the_trainer_has_in_the_engines_dtype_does_not_excuse_the_trainer():
+    """A float16 base: the engine's 4-bit products are in bfloat16, the trainer's are finer."""
+    exact = torch.zeros(64)
+    apart = [exact + x for x in (7e-3, 5e-2, 5e-2)]
+    assert Apart.of(65, *apart[:2], exact, apart[2], "float16", torch.float16).odd == "trainer"
+    healthy = [exact + x for x in (7e-3, 1.8e-3, 6e-3)]
+    assert Apart.of(65, *healthy[:2], exact, healthy[2], "float16", torch.float16).odd == ""
+
+
 def random_llama(dtype, layers=4, seed=0, **fields):
     from transformers import AutoModelForCausalLM, LlamaConfig
 

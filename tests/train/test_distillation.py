@@ -1,6 +1,7 @@
 """Distillation with FakeEngine: the loss is TRL's own, the teacher costs no second model, and the student learns."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -310,6 +311,13 @@ def test_a_second_model_teaches_and_one_with_other_tokens_is_rejected(make, base
         make(teacher_model=str(tmp_path / "swapped"), existing_run="overwrite")
 
 
+def test_a_checkpoint_does_not_hold_the_teacher(make, taught):
+    trainer = make({"max_steps": 1, "save_strategy": "steps", "save_steps": 1}, teacher_adapter=taught)
+    trainer.train()
+    checkpoint = Path(trainer.args.output_dir) / "checkpoint-1"
+    assert [each.parent for each in checkpoint.rglob("adapter_model.safetensors")] == [checkpoint]
+
+
 def test_what_cannot_teach_is_rejected(make, base, taught, tmp_path, other_model_dir):
     for arguments in ({}, {"teacher_adapter": taught, "teacher_model": str(other_model_dir)}):
         with pytest.raises(ConfigConflictError, match="name one teacher"):
@@ -321,6 +329,9 @@ def test_what_cannot_teach_is_rejected(make, base, taught, tmp_path, other_model
         make(teacher_adapter="none", teacher_prompt="hint")
     with pytest.raises(AdapterRejectedError, match="no such directory"):
         make(teacher_adapter=tmp_path / "nowhere")
+    student = load_base(base)
+    with pytest.raises(ConfigConflictError, match="the model that is trained"):
+        make(model=student, teacher_model=student)
     gaps = Dataset.from_list([*HINTED.to_list()[:7], {"prompt": "1+1=", "hinted": None}])
     with pytest.raises(ConfigConflictError, match=r"'1\+1=' has no hinted"):
         make({"max_steps": 2}, teacher_adapter="none", teacher_prompt="hinted", train_dataset=gaps).train()

@@ -447,3 +447,20 @@ def test_the_date_of_today_is_not_part_of_a_base(tmp_path):
 def test_the_name_of_a_file_is_no_text(tmp_path):
     with pytest.raises(ConfigConflictError, match="is no list of rows"):
         prepare_base(make_model(tmp_path / "model"), calibrate="rows.jsonl", out=tmp_path / "base")
+
+
+def test_a_full_disk_does_not_end_a_calibration(calibrated, model_dir, tmp_path, monkeypatch, caplog):
+    def full(file, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(blocks, "replace_file", full)
+    made = prepare_base(str(model_dir), "nf4", calibrate=ROWS, out=tmp_path / "base[1]")
+    assert made.identity == calibrated.identity
+    assert "not kept" in caplog.text
+    assert not list(tmp_path.glob(".base*.chosen-*"))
+
+
+def test_a_base_that_is_not_to_be_measured_is_not_measured_by_a_later_call(model_dir, tmp_path):
+    first = prepare_base(str(model_dir), "nf4", calibrate=ROWS, measure=False, out=tmp_path / "base")
+    assert first.measured is None
+    assert prepare_base(str(model_dir), "nf4", calibrate=ROWS, out=tmp_path / "base").measured is None

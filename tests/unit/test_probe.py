@@ -208,6 +208,6 @@ def test_products_of_a_tiny_adapter_are_found_applied(dtype, monkeypatch):
     b = (1e-6 * (torch.randint(2, (1, 1, 1024, 16), generator=generator) * 2 - 1)).to(dtype)
 
     products = AdapterProducts(None)
-    assert products.is_applied((a,), (b,), 0, 5)
+    assert products.is_applied((a,), (b,), 0, [5, 6])
     monkeypatch.setattr(AdapterProducts, "_add", lambda *_: None)
-    assert not products.is_applied((a,), (b * 100,), 0, 5)
+    assert not products.is_applied((a,), (b * 100,), 0, [5, 6])

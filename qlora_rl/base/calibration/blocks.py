@@ -10,6 +10,7 @@ import contextlib
 import copy
 import functools
 import logging
+import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -99,7 +100,7 @@ def quantise_by_blocks(
                     seen.forget()
             for group in seen.groups():
                 for name, weight in quantise(*group).items():
-                    linears[name].weight.data = weight.to(linears[name].weight.device)
+                    linears[name].weight.data.copy_(weight)  # one layout, whether chosen now or read
             base = [block(*arguments, **named) for arguments, named in given]
             left_out += seen.left_out
         count()
@@ -127,6 +128,7 @@ def chooser(
     from safetensors.torch import load_file, save
 
     def quantise(names: Sequence[str], moments_II: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        nonlocal keep
         if keep is not None:
             with contextlib.suppress(OSError, SafetensorError):
                 kept = load_file(keep / f"{names[0]}.safetensors")
@@ -139,10 +141,15 @@ def chooser(
         chosen = dict(zip(names, choose_codes(held, spec, moments_II), strict=True))
         found.update({name: each.tensors for name, each in chosen.items()})
         if keep is not None:
-            keep.mkdir(exist_ok=True)
             parts = [(name.removesuffix("weight"), found[name]) for name in names]
             stored = {f"{start}{key}": value for start, part in parts for key, value in part.items()}
-            replace_file(keep / f"{names[0]}.safetensors", save(stored))
+            try:
+                keep.mkdir(exist_ok=True)
+                replace_file(keep / f"{names[0]}.safetensors", save(stored))
+            except OSError as error:  # a full disk needs the room for the base itself
+                logger.warning("calibrating a base: what is chosen by now is not kept (%s)", error)
+                shutil.rmtree(keep, ignore_errors=True)
+                keep = None
         return {name: each.weight for name, each in chosen.items()}
 
     return quantise

@@ -56,7 +56,7 @@ def _largest(model: Any, tokenizer: Any) -> tuple[float, str]:
             for value in (*inputs, *(output if isinstance(output, tuple) else (output,))):
                 # NaN is as far beyond as infinity.
                 is_float = isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel()
-                size = float(value.abs().max().nan_to_num(nan=torch.inf)) if is_float else 0.0
+                size = float(value.abs().max().nan_to_num(nan=torch.inf, posinf=torch.inf)) if is_float else 0.0
                 if size > found[0]:
                     found = size, name
 

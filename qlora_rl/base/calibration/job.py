@@ -64,7 +64,7 @@ class Calibration:
     @property
     def is_due(self) -> bool:
         """It is to measure, and has not."""
-        return self._measures and not self._is_done
+        return bool(self._asked) and self._measures and not self._is_done
 
     @property
     def digests(self) -> list[str]:
