@@ -140,8 +140,9 @@ def test_truncated_sampling_is_what_the_trainer_scores(trainer_on, truncated, ca
     assert not [r for r in caplog.records if "trainer and engine are" in r.message and r.levelname == "WARNING"]
 
 
-def test_truncated_sampling_hides_no_fault(trainer_on):
+def test_truncated_sampling_hides_no_fault(trainer_on, monkeypatch):
     trainer = trainer_on(top_p=0.8)
+    monkeypatch.setattr(trainer.engine, "held_adapter", trainer.engine.held_adapter)
     break_after(trainer, 3, double_alpha, hidden=True)
     with pytest.raises(PolicyMismatchError):
         trainer.train()
