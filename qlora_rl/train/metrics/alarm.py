@@ -60,7 +60,7 @@ class MismatchAlarm:
         dtype: in which the engine multiplies adapters.
         expected: why the sides are known to differ, such as "top_p=0.9": then only what is shown to be wrong stops a
             run.
-        rounding: of this model, where it was measured (`FunctionCheck.rounding`): a first batch may be as far apart.
+        rounding: of this model, where it was measured (`FunctionCheck.rounding`): three times that is no fault.
 
     Attributes:
         threshold: of the next step; `None` before the first batch.
@@ -86,7 +86,9 @@ class MismatchAlarm:
         self._examine, self._rescore = examine, rescore
         self._bounds = dict(_BOUNDS.get(dtype, _BOUNDS["16 bit"]))
         # Both sides round.
-        self._bounds["usual"] = min(self._bounds["most"], max(self._bounds["usual"], _FACTOR * rounding))
+        # A first batch may round less than others, and so less than what was measured.
+        for name in ("usual", "least"):
+            self._bounds[name] = min(self._bounds["most"], max(self._bounds[name], _FACTOR * rounding))
         self._looks = self._unexplained = 0
         self._gaps = {"batch": 0, "again": 0}  # in a row
         self._suspected = ""
