@@ -138,7 +138,7 @@ class MeasuredSteps:
         Args:
             worth: of each completion its rewards, of a step's rollouts.
         """
-        if self._first_rewards is None or self.state.global_step >= _FIRST:
+        if self._first_rewards is None or self.state.global_step >= _FIRST or not any(worth):  # a teacher gives none
             return
         self._first_rewards.append(worth)
         rewards = [each for step in self._first_rewards for each in step]
