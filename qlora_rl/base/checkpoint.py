@@ -199,7 +199,7 @@ def prepare_base(
             return read_tokenizer(tokenizer, source, trust_remote_code)
 
         if written.compute_dtype == "float16":
-            check_float16(loaded, read)
+            check_float16(loaded, read, is_quantized=method is not None)
         choose = choice.by(read)
         write_checkpoint(loaded, written, directory, is_quantized=method is not None, choose=choose)
         write_tokenizer(tokenizer, source, directory, trust_remote_code, rows=embedding_rows(loaded))
@@ -327,7 +327,7 @@ def _prepare_object(
             return read_tokenizer(tokenizer, Path(origin), trust_remote_code=False)
 
         if written.compute_dtype == "float16":
-            check_float16(base, read)
+            check_float16(base, read, is_quantized=live.is_4bit)
         choose = choice.by(read)
         write_checkpoint(base, written, directory, is_quantized=live.is_4bit, choose=choose)
         write_tokenizer(tokenizer, Path(origin), directory, trust_remote_code=False, rows=embedding_rows(base))

@@ -15,7 +15,6 @@ from qlora_rl.contracts import SamplingSpec
 from qlora_rl.engine.local import LocalEngine
 from qlora_rl.engine.vanilla_vllm import VanillaEngine
 
-MODES = ("nf4",)
 PROMPT, POSITIONS = 8, 128
 
 
@@ -23,7 +22,7 @@ def bench_rollout(
     size: str,
     *,
     batches: Sequence[int] = (16, 64),
-    modes: Sequence[str] = MODES,
+    modes: Sequence[str] = ("nf4",),
     tokens: int = 32,
     minutes: float = 4.0,
     say: Callable[[str], None] = print,

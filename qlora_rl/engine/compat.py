@@ -11,6 +11,7 @@ import gc
 import importlib
 import importlib.metadata
 import importlib.util
+import logging
 import multiprocessing
 import os
 import random
@@ -536,6 +537,7 @@ async def run_openai_server(arguments: Any, prepare: Callable[[Any, Any], Awaita
 
         def shut_down(*given: Any, **named: Any) -> Any:
             ends.append(True)
+            logging.getLogger("vllm.v1.engine.async_llm").setLevel(logging.CRITICAL)  # as an error with a traceback
             return end(*given, **named)
 
         engine.shutdown = shut_down
@@ -554,5 +556,6 @@ async def run_openai_server(arguments: Any, prepare: Callable[[Any, Any], Awaita
         )
         has_died = engine.errored and not ends
     await stopping
+    gc.unfreeze()  # vLLM has set aside what triton lists as leaks where the interpreter's end does not find it
     if has_died:
         raise EngineBrokenError("serving: vLLM's engine process has died. Its log says why; start the server again.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+GIB = 2**30
 # GB on the box -> GiB, rounded down, that the card of this size with the least of it reports to CUDA. Error correction,
 # firmware and driver take the rest. From the totals in PyTorch's out-of-memory messages in public issues: 24 is an A10G
 # or L4 (RTX 4090: 23.6), 16 a T4.
@@ -47,9 +48,6 @@ def usable_gib(gpu_memory: float) -> float:
     """GiB that a run may hold: of a number in `CARDS`, what such a card reports less the reserve; any other number as
     it stands."""
     return CARDS[gpu_memory] - RESERVE_GIB if gpu_memory in CARDS else gpu_memory
-
-
-GIB = 2**30
 
 
 def memory_gib(root: Path = Path("/")) -> tuple[float, float]:

@@ -12,6 +12,7 @@ from html import escape
 from typing import Any
 
 _THUMBNAIL = re.compile(r"data:image/jpeg;base64,[A-Za-z0-9+/]{1,65536}={0,2}")
+_VOID = frozenset({"meta", "link", "br", "img"})
 
 
 class Markup(str):
@@ -113,6 +114,3 @@ def download(name: str, rows: Sequence[Sequence[object]]) -> Markup:
     csv.writer(text).writerows(rows)
     held = base64.b64encode(text.getvalue().encode(errors="replace")).decode()
     return tag("a", name, href=f"data:text/csv;base64,{held}", download=name)
-
-
-_VOID = frozenset({"meta", "link", "br", "img"})

@@ -26,7 +26,7 @@ from qlora_rl.base.fingerprint import compare, digest_bytes, fingerprint_base
 from qlora_rl.contracts import AdapterBundle, RolloutEngine, SyncStrategy
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import QloraRLError
-from qlora_rl.fidelity import TruncatedSampling, scaled_differences
+from qlora_rl.fidelity import scaled_differences
 from qlora_rl.sharded_tensors import is_sharded, put, shape_of, whole
 from qlora_rl.sync.base_check import BaseCheck
 from qlora_rl.sync.forward import (
@@ -39,6 +39,7 @@ from qlora_rl.sync.forward import (
     in_float32,
 )
 from qlora_rl.sync.function_check import Apart
+from qlora_rl.sync.truncated_sampling import TruncatedSampling
 
 logger = logging.getLogger(__name__)
 

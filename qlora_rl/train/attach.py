@@ -13,7 +13,7 @@ from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.contracts import RolloutEngine, SyncReport
 from qlora_rl.distributed import join, ranks
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, RewardFunctionError
-from qlora_rl.fidelity import FidelityMonitor, TruncatedSampling
+from qlora_rl.fidelity import FidelityMonitor
 from qlora_rl.sharded_tensors import is_sharded
 from qlora_rl.sync.forward import bare_model
 from qlora_rl.train.metrics.alarm import MismatchAlarm, alarm_for, check_word
@@ -25,7 +25,7 @@ from qlora_rl.train.rollouts.engine_link import Link, link_policy
 from qlora_rl.train.rollouts.engines import EngineChoice
 from qlora_rl.train.run.progress import told
 from qlora_rl.train.run.wrapped import WrappedModel
-from qlora_rl.train.scoring.logprobs import use_small_tiles
+from qlora_rl.train.scoring.logprobs import truncation_of, use_small_tiles
 from qlora_rl.train.setup import settings
 from qlora_rl.train.setup.model_source import Source, base_of
 from qlora_rl.train.setup.processes import begin_alike, check_processes, check_turns, fit_for_sharding, sharding_of
@@ -79,11 +79,8 @@ class Attachment:
                 trainer.__dict__.pop(name, None)
         trainer.reward_funcs = self._before["reward_funcs"]
         trainer.callback_handler.callbacks = [c for c in trainer.callback_handler.callbacks if c not in self._callbacks]
-        bare, forward = self._before["forward"]
-        if forward is not None:
-            bare.forward = forward
-        else:
-            bare.__dict__.pop("forward", None)
+        if "forward" in self._before:
+            bare, bare.forward = self._before["forward"]
         for name in ("bridge", "engine", "_link", "alarm", "_failures", "_truncated"):
             trainer.__dict__.pop(name, None)
         self._link.close()
@@ -201,22 +198,16 @@ def attach(
     callbacks = list(trainer.callback_handler.callbacks)
     keep_start(trainer)
     link.bridge.install(trainer)
-    bare = bare_model(model)
-    before["forward"] = bare, bare.__dict__.get("forward")
-    if rollout_func is None:
-        _truncate(trainer, bare, TruncatedSampling.of(link.bridge.sampling))
+    if (truncated := truncation_of(trainer, link.bridge.sampling)) is not None:
+        bare = bare_model(model)
+        before["forward"] = bare, bare.__dict__["forward"]  # TRL's, which has its fused head
+        use_small_tiles(bare, trainer.temperature, truncated=truncated)
+        trainer._truncated = truncated
     alarm = alarm_for(link, model, trainer.args, on_mismatch, rollout_func=rollout_func, truncated=trainer._truncated)
     trainer.measure_into(None, alarm, compares=link.bridge.knows_logprobs(rollout_func))
     added = [c for c in trainer.callback_handler.callbacks if c not in callbacks]
     logger.info("%s samples from %s", kind.__name__, link.engine.capabilities().name)
     return Attachment(trainer, link, kind, before, added)
-
-
-def _truncate(trainer: Any, bare: Any, truncated: TruncatedSampling | None) -> None:
-    """Have the trainer score the tokens that sampling keeps, as the engine does, where its head is ours."""
-    fused = not getattr(trainer.args, "cast_lm_head_to_fp32", False)
-    if truncated and fused and use_small_tiles(bare, trainer.temperature, truncated=truncated):
-        trainer._truncated = truncated
 
 
 def _prepare_rewards(trainer: Any) -> None:

@@ -19,19 +19,19 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, TrainerCallback
 from trl import DistillationConfig, DistillationTrainer
-from trl.kernels import ChunkedLogProbFunction
+from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE
 
 from qlora_rl.adapter.directory import open_adapter
 from qlora_rl.base.checkpoint import MANIFEST, load_base
 from qlora_rl.contracts import RolloutEngine
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, collected
-from qlora_rl.fidelity import TruncatedSampling
 from qlora_rl.sync.forward import bare_model
+from qlora_rl.sync.truncated_sampling import TruncatedSampling
 from qlora_rl.train.metrics.measure import MeasuredSteps, logprobs_like
 from qlora_rl.train.online import OnlineOptions, OnlineTrainer
 from qlora_rl.train.rollouts.bridge import EngineBridge
 from qlora_rl.train.rollouts.endings import EndedCompletions
-from qlora_rl.train.scoring.logprobs import TOKENS, WORDS
+from qlora_rl.train.scoring.logprobs import TOKENS, logit_scale_of, score
 from qlora_rl.train.setup import settings
 from qlora_rl.train.teacher import NAME, NONE, POLICY, Teacher, check_name_is_free, on_own_base, on_same_base
 
@@ -184,8 +184,7 @@ class QLoRADistillationTrainer(OnlineTrainer, MeasuredSteps, TaughtRollouts, End
             self.teacher_model, self._taught_by = on_same_base(self.model, self._teacher_adapter, self.base)
         if self.teacher_prompt is not None:
             self._taught_by["prompt"] = self.teacher_prompt
-        if _scale_of(bare_model(self.model).config.get_text_config()) == 1:
-            self._truncated = TruncatedSampling.of(settings.sampling_spec(args))
+        self._truncated = TruncatedSampling.of(settings.sampling_spec(args))
 
     def decisive(self) -> dict[str, Any]:
         """The teacher, whatever the directory is called that it came from."""
@@ -252,20 +251,12 @@ class QLoRADistillationTrainer(OnlineTrainer, MeasuredSteps, TaughtRollouts, End
         """Natural logs of the student's probabilities of the completions, [B, T]."""
         wanted_BT, head = part["completion_mask"].bool(), student.get_output_embeddings()
         text = student.config.get_text_config()
-        softcap, words = getattr(text, "final_logit_softcapping", None), min(WORDS, head.weight.shape[0])
-        tokens = TOKENS if head.weight.device.type == "cpu" else max(1, int(wanted_BT.sum()))
-        parts = zip(hidden_BTH[wanted_BT].split(tokens), part["completion_ids"][wanted_BT].split(tokens), strict=True)
-        logprobs_N = torch.cat(
-            [
-                ChunkedLogProbFunction.apply(
-                    h, head.weight, head.bias, t, self.temperature, words, softcap, _scale_of(text), ()
-                )[0]
-                for h, t in parts
-            ]
-        )
+        softcap, scale = getattr(text, "final_logit_softcapping", None), logit_scale_of(text)
+        hidden_NH, targets_N = hidden_BTH[wanted_BT], part["completion_ids"][wanted_BT]
+        scored = (hidden_NH, head.weight, head.bias, targets_N, self.temperature, softcap, scale)
+        logprobs_N = score(*scored, (), TOKENS if head.weight.device.type == "cpu" else TOKEN_CHUNK_SIZE)[0]
         if self._truncated is not None:
-            given = hidden_BTH[wanted_BT], head.weight, head.bias, part["completion_ids"][wanted_BT]
-            logprobs_N = logprobs_N - self._truncated.log_kept_by_head(*given, self.temperature, softcap)
+            logprobs_N = logprobs_N - self._truncated.log_kept_by_head(*scored)
         return logprobs_N.new_zeros(wanted_BT.shape).masked_scatter(wanted_BT, logprobs_N)
 
     # --- the measurement ----------------------------------------------------------------------------------------------
@@ -345,13 +336,3 @@ class QLoRADistillationTrainer(OnlineTrainer, MeasuredSteps, TaughtRollouts, End
             quantization_config=quantization_config,
             peft_config=peft_config,
         )
-
-
-def _scale_of(text: Any) -> float:
-    """By what some models multiply their logits; the fields as TRL reads them."""
-    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
-        if (factor := getattr(text, name, None)) is not None:
-            return factor
-    if (divisor := getattr(text, "logits_scaling", None)) is not None:
-        return divisor if text.model_type == "hyperclovax" else 1 / divisor
-    return 1.0

@@ -21,7 +21,6 @@ from qlora_rl.base.model_classes import directory_takes_images, may_take_images
 from qlora_rl.contracts import RolloutEngine, SyncReport
 from qlora_rl.distributed import join, ranks
 from qlora_rl.errors import ConfigConflictError, EngineClosedError, RewardFunctionError
-from qlora_rl.fidelity import TruncatedSampling
 from qlora_rl.stages import begin
 from qlora_rl.sync.plan import WISHES, plan_sync
 from qlora_rl.train.metrics.alarm import alarm_for, check_word
@@ -39,7 +38,7 @@ from qlora_rl.train.run.trained_run import (
     set_adapter_dtype,
     trained_values,
 )
-from qlora_rl.train.scoring.logprobs import use_small_tiles
+from qlora_rl.train.scoring.logprobs import truncation_of, use_small_tiles
 from qlora_rl.train.scoring.padding import apply_padding
 from qlora_rl.train.setup import settings
 from qlora_rl.train.setup.engine_order import SHARE, Pair, expects_one_copy, make_pair
@@ -432,11 +431,8 @@ class OnlineTrainer(TrainedRun):
     def _after_trl(self, args: Any) -> None:
         """What TRL has built is made ready; `args` are the user's again."""
         if not getattr(args, "cast_lm_head_to_fp32", False):
-            # What a rollout_func samples may be truncated or not; a reference of its own would not be truncated.
-            own = any(getattr(self, name, None) is not None for name in ("rollout_func", "ref_model"))
-            truncated = None if own else TruncatedSampling.of(settings.sampling_spec(args))
-            if use_small_tiles(bare_model(self.model), self.temperature, truncated=truncated):
-                self._truncated = truncated
+            self._truncated = truncation_of(self, settings.sampling_spec(args))
+            use_small_tiles(bare_model(self.model), self.temperature, truncated=self._truncated)
         self._failures = [] if ranks().size > 1 else None
         self._guard_rewards()
 

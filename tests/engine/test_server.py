@@ -757,7 +757,8 @@ def test_a_signal_leaves_no_child_and_no_directory_behind(base, tmp_path):
                str(ready), "--max-lora-rank", "8", "--max-model-length", "64", "--max-num-seqs", "4", "--",
                "--additional-config", '{"mine": 1}']  # fmt: skip
     environment = os.environ | {SETTING: "float32"}
-    job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
+    log = (tmp_path / "log").open("w+")
+    job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
     try:
         end = time.monotonic() + 400
         while not ready.exists() and job.poll() is None and time.monotonic() < end:
@@ -777,9 +778,14 @@ def test_a_signal_leaves_no_child_and_no_directory_behind(base, tmp_path):
         assert about["url"] in line
         assert about["base"][:16] in line
         assert key.read_text().strip() not in line
+        log.seek(0)
+        said = log.read()
+        assert "Traceback" not in said
+        assert "leaked" not in said
     finally:
         job.kill()
         job.wait()
+        log.close()
 
 
 @since_vllm("0.29", "the modules of the server that we start")

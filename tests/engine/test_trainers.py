@@ -112,9 +112,10 @@ def test_both_sides_mean_the_tokens_that_truncated_sampling_keeps(kind, base, en
     assert max(found) < 1e-3
 
 
-def test_a_student_learns_what_its_prompt_said_and_the_engine_stays_with_it(base, engine, tmp_path):
+@pytest.mark.parametrize("truncated", [{}, {"top_p": 0.8}], ids=str)
+def test_a_student_learns_what_its_prompt_said_and_the_engine_stays_with_it(truncated, base, engine, tmp_path):
     rows = ROWS.map(lambda row: {"told": f"7777{row['prompt']}"})
-    own = {"max_completion_length": 4, "per_device_train_batch_size": 16, "max_steps": 10}
+    own = {"max_completion_length": 4, "per_device_train_batch_size": 16, "max_steps": 10, **truncated}
     torch.manual_seed(0)
     with QLoRADistillationTrainer(
         base,
@@ -150,7 +151,7 @@ def test_a_trainer_of_trl_learns_with_an_engine_attached(kind, config, model_dir
     assert held.engine._is_closed
 
 
-def test_an_attached_trainer_scores_what_truncated_sampling_keeps_while_it_is_attached(engine, model_dir, tmp_path):
+def test_an_attached_trainer_scores_what_truncated_sampling_keeps_while_it_is_attached(model_dir, tmp_path):
     trainer = of_trl(GRPOTrainer, GRPOConfig, model_dir, tmp_path, top_p=0.7, max_steps=2)
     bare = trainer.model.get_base_model()
     before = bare.forward.__func__

@@ -11,7 +11,7 @@ from trl.kernels.chunked_logprob import OPTIONAL_OUTPUTS
 from trl.trainer.utils import add_fused_lm_head
 
 from qlora_rl.contracts import SamplingSpec
-from qlora_rl.fidelity import TruncatedSampling
+from qlora_rl.sync.truncated_sampling import TruncatedSampling
 from qlora_rl.train.scoring import logprobs
 
 
@@ -45,7 +45,7 @@ def test_tiles_give_what_full_logits_give(dtype, softcap, count):
 
 def test_whatever_trl_reads_of_a_token_is_that_of_one_large_tile():
     hidden, weight, targets = tokens(300)
-    ours = logprobs.score(hidden, weight, None, targets, 0.7, None, OPTIONAL_OUTPUTS)
+    ours = logprobs.score(hidden, weight, None, targets, 0.7, None, 1.0, OPTIONAL_OUTPUTS)
     theirs = ChunkedLogProbFunction.apply(hidden, weight, None, targets, 0.7, 1000, None, 1.0, OPTIONAL_OUTPUTS)
     assert len(ours) == 1 + len(OPTIONAL_OUTPUTS)
     for one, other in zip(ours, theirs, strict=True):
@@ -152,13 +152,26 @@ def test_a_batch_in_which_nothing_counts_gives_a_zero_that_can_be_differentiated
     out.log_probs.sum().backward()
 
 
-def test_a_model_that_scales_its_logits_keeps_trls_way(adapted):
-    bare = adapted.get_base_model()
-    bare.config.logit_scale = 0.5
+@pytest.mark.parametrize(("field", "value", "scale"), [("logit_scale", 0.5, 0.5), ("logits_scaling", 4.0, 0.25)])
+def test_a_model_that_scales_its_logits_is_scored_as_trl_scores_it(field, value, scale, adapted):
+    bare, truncated = adapted.get_base_model(), TruncatedSampling(top_k=5)
+    ids = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(0))
+    logits_NV = scale * bare(ids).logits[:, :-1].flatten(0, 1).float()
+    setattr(bare.config, field, value)
     try:
-        assert not logprobs.use_small_tiles(bare, 1.0)
+        add_fused_lm_head(bare, outputs=("log_probs", "entropy"))
+        theirs = bare(input_ids=ids, labels=ids, fused_lm_head=True)
+        assert logprobs.use_small_tiles(bare, 1.0)
+        ours = bare(input_ids=ids, labels=ids, fused_lm_head=True)
+        assert logprobs.use_small_tiles(bare, 1.0, truncated=truncated)
+        kept = bare(input_ids=ids, labels=ids, fused_lm_head=True)
     finally:
-        del bare.config.logit_scale
+        delattr(bare.config, field)
+    torch.testing.assert_close(ours.log_probs, theirs.log_probs)
+    torch.testing.assert_close(ours.entropy, theirs.entropy)
+    of_kept = truncated.log_kept(logits_NV, ids[:, 1:].flatten()).view(2, 8)
+    assert of_kept.min() < -0.1
+    torch.testing.assert_close(kept.log_probs, theirs.log_probs - of_kept, atol=1e-2, rtol=1e-2)
 
 
 TRUNCATED = [

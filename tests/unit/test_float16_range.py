@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support import make_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qlora_rl import prepare_base
 from qlora_rl.base.calibration.float16_range import check_float16
@@ -26,6 +26,9 @@ def test_activations_that_float16_does_not_hold_are_rejected(tmp_path, quant):
     with pytest.raises(UnsupportedQuantError, match=r"reach 9\.98e\+04 at model\.embed_tokens"):
         prepare_base(source, quant, compute_dtype="float16", out=tmp_path / "base")
     prepare_base(source, quant, out=tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(source)
+    with pytest.raises(UnsupportedQuantError, match="Start from the 16-bit original"):
+        check_float16(model, lambda: AutoTokenizer.from_pretrained(source), is_quantized=True)
 
 
 def test_activations_near_the_end_of_float16_are_a_warning(tmp_path, caplog):
@@ -37,5 +40,5 @@ def test_activations_near_the_end_of_float16_are_a_warning(tmp_path, caplog):
 
 
 def test_a_model_that_does_not_take_the_text_is_prepared_unlooked_at(model_dir, caplog):
-    check_float16(AutoModelForCausalLM.from_pretrained(model_dir), lambda: None)
+    check_float16(AutoModelForCausalLM.from_pretrained(model_dir), lambda: None, is_quantized=False)
     assert "was not looked at" in caplog.text

@@ -209,5 +209,14 @@ def test_products_of_a_tiny_adapter_are_found_applied(dtype, monkeypatch):
 
     products = AdapterProducts(None)
     assert products.is_applied((a,), (b,), 0, [5, 6])
+    add = AdapterProducts._add
+
+    def wrong_in_the_second(self, y, *rest):
+        add(self, y, *rest)
+        y[1:] *= 1.1
+
+    monkeypatch.setattr(AdapterProducts, "_add", wrong_in_the_second)
+    assert products.is_applied((a,), (b * 100,), 0, [5])
+    assert not products.is_applied((a,), (b * 100,), 0, [5, 6])
     monkeypatch.setattr(AdapterProducts, "_add", lambda *_: None)
     assert not products.is_applied((a,), (b * 100,), 0, [5, 6])

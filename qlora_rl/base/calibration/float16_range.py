@@ -20,11 +20,12 @@ _TEXTS, _TOKENS = 2, 64
 _MARGIN = 2.0
 
 
-def check_float16(model: Any, tokenizer: Callable[[], Any]) -> None:
+def check_float16(model: Any, tokenizer: Callable[[], Any], *, is_quantized: bool) -> None:
     """Compute two short texts with a model of transformers in its own dtype; warn where values come near float16's end.
 
     Args:
         tokenizer: returns the model's; without one that takes the text nothing is looked at, which a warning says.
+        is_quantized: it is in 4 bits already, and keeps its dtype whatever is asked for.
 
     Raises:
         UnsupportedQuantError: values are beyond it.
@@ -36,13 +37,15 @@ def check_float16(model: Any, tokenizer: Callable[[], Any]) -> None:
         logger.warning("whether the model's activations fit into float16 was not looked at (%s)", said)
         return
     end = torch.finfo(torch.float16).max
+    instead = "Start from the 16-bit original with" if is_quantized else "Use"
     said = f"activations of a short text reach {largest:.3g} at {where}, and float16 ends at {end:.0f}"
     if not largest <= end:
         raise UnsupportedQuantError(
-            f"preparing a base: compute_dtype='float16': {said}: they would be infinite. Use compute_dtype='bfloat16'."
+            f"preparing a base: compute_dtype='float16': {said}: they would be infinite. {instead} "
+            "compute_dtype='bfloat16'."
         )
     if largest * _MARGIN > end:
-        logger.warning("%s: those of other texts may be infinite. compute_dtype='bfloat16' has no such end", said)
+        logger.warning("%s: those of other texts may be infinite. %s compute_dtype='bfloat16'", said, instead)
 
 
 @torch.no_grad()

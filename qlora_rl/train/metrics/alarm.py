@@ -22,8 +22,9 @@ from trl.trainer.utils import split_pixel_values_by_grid
 from qlora_rl.contracts import SamplingSpec
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import ConfigConflictError, PolicyMismatchError
-from qlora_rl.fidelity import TRUNCATING, Fidelity, TruncatedSampling
+from qlora_rl.fidelity import Fidelity
 from qlora_rl.sync.mismatch_debugger import Diagnosis, MismatchDebugger, Sampled
+from qlora_rl.sync.truncated_sampling import TRUNCATING, TruncatedSampling
 from qlora_rl.train.rollouts.engine_link import Link
 from qlora_rl.train.setup.settings import autocast_dtype
 
@@ -85,8 +86,7 @@ class MismatchAlarm:
         self.diagnoses: dict[int, Diagnosis] = {}
         self._examine, self._rescore = examine, rescore
         self._bounds = dict(_BOUNDS.get(dtype, _BOUNDS["16 bit"]))
-        # Both sides round.
-        # A first batch may round less than others, and so less than what was measured.
+        # Both sides round, and a first batch may round less than others.
         for name in ("usual", "least"):
             self._bounds[name] = min(self._bounds["most"], max(self._bounds[name], _FACTOR * rounding))
         self._looks = self._unexplained = 0

@@ -18,8 +18,9 @@ from transformers import TrainerCallback
 from qlora_rl.distributed import ranks
 from qlora_rl.documents import read_object
 from qlora_rl.errors import RunDirectoryError
-from qlora_rl.fidelity import Fidelity, FidelityMonitor, TruncatedSampling
+from qlora_rl.fidelity import Fidelity, FidelityMonitor
 from qlora_rl.image_io import as_thumbnails
+from qlora_rl.sync.truncated_sampling import TruncatedSampling
 from qlora_rl.train.metrics.alarm import MismatchAlarm, filters_of, sampled_from
 from qlora_rl.train.run import ROLLOUTS, RunDirectory, StepRecord
 

@@ -23,13 +23,12 @@ from trl.kernels import ChunkedLogProbFunction
 from trl.kernels.chunked_logprob import OPTIONAL_OUTPUTS, TOKEN_CHUNK_SIZE
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head, maybe_gather_lm_head_ctx
 
-from qlora_rl.fidelity import TruncatedSampling
+from qlora_rl.contracts import SamplingSpec
 from qlora_rl.memory.lines import HEAD_VOCABULARY, SMALL_TILE
+from qlora_rl.sync.truncated_sampling import TruncatedSampling
 
 # A tile of 128 x 32768 float32 is 16 MiB.
 TOKENS, WORDS = SMALL_TILE, HEAD_VOCABULARY
-# Fields of a config by which some models scale their logits; TRL knows what each means.
-_SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling")
 
 
 def use_small_tiles(
@@ -47,16 +46,15 @@ def use_small_tiles(
         truncated: logprobs are of what this keeps; entropies stay those of the whole vocabulary.
 
     Returns:
-        Whether it was done: not for a model that scales its logits, and on a device with Triton, where TRL's tiles do,
-        only for truncated sampling.
+        Whether it was done: on a device with Triton, where TRL's tiles do, only for truncated sampling.
     """
     text = model.config.get_text_config()
     has_triton = model.get_output_embeddings().weight.device.type in ("cuda", "xpu")
-    if (has_triton and truncated is None) or any(getattr(text, name, None) is not None for name in _SCALES):
+    if has_triton and truncated is None:
         return False
     tokens = TOKEN_CHUNK_SIZE if has_triton else TOKENS
     of_trl, names = model.forward, tuple(name for name in OPTIONAL_OUTPUTS if name in outputs)
-    softcap = getattr(text, "final_logit_softcapping", None)
+    softcap, scale = getattr(text, "final_logit_softcapping", None), logit_scale_of(text)
 
     @functools.wraps(type(model).forward)
     def forward(
@@ -79,7 +77,7 @@ def use_small_tiles(
         gathers = maybe_gather_lm_head_ctx if hasattr(head.weight, "ds_id") else lambda *_: nullcontext()
         hidden_NH, targets_N = hidden_BTH[wanted_BT], targets_BT[wanted_BT]
         with gathers(head.weight, head.bias):
-            scored = (hidden_NH, head.weight, head.bias, targets_N, temperature, softcap)
+            scored = (hidden_NH, head.weight, head.bias, targets_N, temperature, softcap, scale)
             logprobs, *others = score(*scored, names, tokens)
         if truncated is not None:
             logprobs = logprobs - truncated.log_kept_by_head(*scored, gathers=gathers)
@@ -103,6 +101,28 @@ def use_small_tiles(
     return True
 
 
+def truncation_of(trainer: Any, sampling: SamplingSpec) -> TruncatedSampling | None:
+    """What a trainer's logprobs follow of its sampling.
+
+    Nothing where TRL computes the head in float32 itself, where a `rollout_func` has sampled in its own way, and where
+    a reference model has a head of its own.
+    """
+    is_cast = getattr(trainer.args, "cast_lm_head_to_fp32", False)
+    if is_cast or any(getattr(trainer, name, None) is not None for name in ("rollout_func", "ref_model")):
+        return None
+    return TruncatedSampling.of(sampling)
+
+
+def logit_scale_of(text: Any) -> float:
+    """By what a model of this config multiplies its logits; the fields as TRL's fused head reads them."""
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
+        if (factor := getattr(text, name, None)) is not None:
+            return float(factor)
+    if (divisor := getattr(text, "logits_scaling", None)) is not None:
+        return float(divisor if text.model_type == "hyperclovax" else 1 / divisor)
+    return 1.0
+
+
 def use_fused_head(model: Any, temperature: float = 1.0) -> None:
     """Give a bare model the output head that the trainers give theirs: TRL's, in small tiles where there is no
     Triton."""
@@ -117,6 +137,7 @@ def score(
     targets_N: torch.Tensor,
     temperature: float,
     softcap: float | None = None,
+    scale: float = 1.0,
     outputs: tuple[str, ...] = ("entropy",),
     tokens: int = TOKENS,
 ) -> tuple[torch.Tensor, ...]:
@@ -127,7 +148,7 @@ def score(
     """
     words = min(WORDS, weight_VH.shape[0])
     parts = [
-        ChunkedLogProbFunction.apply(hidden, weight_VH, bias_V, targets, temperature, words, softcap, 1.0, outputs)
+        ChunkedLogProbFunction.apply(hidden, weight_VH, bias_V, targets, temperature, words, softcap, scale, outputs)
         for hidden, targets in zip(hidden_NH.split(tokens), targets_N.split(tokens), strict=True)
     ]
     return tuple(torch.cat(column) for column in zip(*parts, strict=True) if column[0] is not None)
