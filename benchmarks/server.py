@@ -25,7 +25,7 @@ from qlora_rl import AdapterSync, Canary, ServerEngine, load_base, prepare_base,
 from qlora_rl.adapter.store import default_root
 from qlora_rl.bench.rounds import measured_at
 from qlora_rl.demo.job import quieten
-from qlora_rl.sync.transports import DirectoryTransport, HttpTransport
+from qlora_rl.sync.transports import DirectoryTransport, BytesTransport
 from qlora_rl.train.run import describe_machine, describe_versions
 
 PARTS = ("seconds", "export_seconds", "deliver_seconds", "load_seconds")
@@ -56,7 +56,7 @@ def measure(work: Path, layers: int, pushes: int) -> dict[str, object]:
         ServerEngine(server.url, api_key=server.key, shared_dir=shared) as engine,
     ):
         engine.drop_adapter()
-        transports = {"http": HttpTransport(), "directory": DirectoryTransport(shared)}
+        transports = {"http": BytesTransport(), "directory": DirectoryTransport(shared)}
         ways = {name: AdapterSync(model, engine, each, Canary(model, engine)) for name, each in transports.items()}
         for strategy in ways.values():
             strategy.canary.calibrate()

@@ -195,7 +195,7 @@ class EngineCapabilities:
         takes_in_place: it lends the buffers that its layers multiply with (`InPlaceEngine`).
         takes_bytes, byte_way: it takes an adapter as bytes (`ByteEngine`), by "http" or "object_store" (Ray's).
         dense_way: how full weights reach it: "stream" (in this process), "directory", "http", "object_store", or one of
-            `carriers.WAYS`.
+            `engine.weight_channels.WAYS`.
         holds_two: it samples with two versions at once (`VersionedEngine`); where not, nothing may be sampled during a
             push.
         gives_logprobs: it reports the logprobs of what it samples. Where not, only the canary watches it, and nothing
@@ -448,7 +448,11 @@ class AdapterSource(Protocol):
 
 
 class Transport(Protocol):
-    """One way for an adapter's bytes to reach an engine."""
+    """One way for an adapter's bytes to reach an engine.
+
+    Two more attributes count where a transport has them: `keeps_before` (the version that serves is served again
+    without a load) lets a probe be served before the push, `has_readers` (others read what is delivered) forbids it.
+    """
 
     name: str
 

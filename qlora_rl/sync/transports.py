@@ -83,14 +83,14 @@ class DirectoryTransport:
 
 def transport_for(
     name: str, root: str | os.PathLike[str] | None = None
-) -> DirectoryTransport | InPlaceTransport | HttpTransport:
+) -> DirectoryTransport | InPlaceTransport | BytesTransport:
     """The transport that a plan names."""
     if name in ("http", "object_store"):
-        return HttpTransport(name)
+        return BytesTransport(name)
     return {"directory": DirectoryTransport, "in_place": InPlaceTransport}[name](root)
 
 
-class HttpTransport:
+class BytesTransport:
     """Packs the adapter and hands the bytes to the engine, which sends them; keeps the two newest versions to take one
     back.
 

@@ -52,7 +52,7 @@ from qlora_rl.cli import main
 from qlora_rl.contracts import AdapterBundle, RolloutEngine
 from qlora_rl.cpu_features import SETTING
 from qlora_rl.engine.server.launch import RunningServer
-from qlora_rl.sync.transports import DirectoryTransport, HttpTransport
+from qlora_rl.sync.transports import DirectoryTransport, BytesTransport
 from qlora_rl.train.rollouts.engines import claim_servers
 
 SEQUENCES = [[40, 41, 42, 43, 44, 45], [60, 9, 33, 12, 7]]
@@ -191,7 +191,7 @@ def test_it_draws_and_scores_to_the_last_bit_what_the_engine_in_this_process_doe
 def test_pushes_are_verified_by_the_canary_and_each_is_what_serves(remote, adapted):
     canary = Canary(adapted, remote)
     canary.calibrate()
-    strategy = AdapterSync(adapted, remote, HttpTransport(), canary)
+    strategy = AdapterSync(adapted, remote, BytesTransport(), canary)
     for version in range(1, 6):
         with torch.no_grad():
             for name, parameter in adapted.named_parameters():
@@ -205,7 +205,7 @@ def test_pushes_are_verified_by_the_canary_and_each_is_what_serves(remote, adapt
 
 
 def test_a_push_that_the_canary_rejects_is_taken_back(remote, adapted, monkeypatch):
-    strategy = AdapterSync(adapted, remote, HttpTransport(), Canary(adapted, remote))
+    strategy = AdapterSync(adapted, remote, BytesTransport(), Canary(adapted, remote))
     strategy.canary.calibrate()
     strategy.push()
     served = remote.score(SEQUENCES)
@@ -262,7 +262,7 @@ def test_metrics_tell_the_version(server, remote, bundle):
 def test_metrics_tell_what_the_canary_has_found(server, remote, adapted):
     canary = Canary(adapted, remote)
     canary.calibrate()
-    report = AdapterSync(adapted, remote, HttpTransport(), canary).push()
+    report = AdapterSync(adapted, remote, BytesTransport(), canary).push()
     (line,) = (
         line
         for line in ask(server, "GET", "/metrics", server.key).text.splitlines()

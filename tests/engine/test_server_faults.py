@@ -39,7 +39,7 @@ from qlora_rl import (
 )
 from qlora_rl.adapter.store import pack_adapter, write_adapter
 from qlora_rl.base.fingerprint import digest_bytes
-from qlora_rl.sync.transports import HttpTransport
+from qlora_rl.sync.transports import BytesTransport
 
 OPTIONS = {"max_lora_rank": 8, "max_model_length": 64, "max_num_seqs": 64, "timeout_s": 300}
 SAMPLING = {"max_tokens": 12, "seed": 1, "temperature": 0.9}
@@ -202,7 +202,7 @@ def test_two_replicas_draw_to_the_last_bit_what_one_server_draws(servers, both, 
 def test_a_push_to_two_is_verified_in_each(both, adapted):
     canary = Canary(adapted, both)
     canary.calibrate()
-    strategy = AdapterSync(adapted, both, HttpTransport(), canary)
+    strategy = AdapterSync(adapted, both, BytesTransport(), canary)
     report = strategy.push()
     assert (report.version, both.version, report.transport) == (1, 1, "http")
     scores = both.score_each(canary.sequences)

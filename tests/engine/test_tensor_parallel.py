@@ -35,7 +35,7 @@ from qlora_rl import (
 from qlora_rl.base.fingerprint import fingerprint_stored
 from qlora_rl.cpu_features import processor
 from qlora_rl.errors import ConfigConflictError
-from qlora_rl.sync.transports import DirectoryTransport, HttpTransport
+from qlora_rl.sync.transports import DirectoryTransport, BytesTransport
 
 EXACT = 1e-5
 SIZES = {"max_lora_rank": 8, "max_model_length": 64, "max_num_seqs": 16}
@@ -367,7 +367,7 @@ def test_a_server_of_two_ranks_is_verified_pushed_to_and_ends_whole(exact, train
             assert verify_base(trainer, remote).is_verified
             canary = Canary(trainer, remote)
             canary.calibrate()
-            strategy = AdapterSync(trainer, remote, HttpTransport(), canary)
+            strategy = AdapterSync(trainer, remote, BytesTransport(), canary)
             for seed in range(2):
                 randomise(trainer, 0.1, seed=seed)
                 strategy.push()
