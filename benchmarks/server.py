@@ -25,7 +25,7 @@ from qlora_rl import AdapterSync, Canary, ServerEngine, load_base, prepare_base,
 from qlora_rl.adapter.store import default_root
 from qlora_rl.bench.rounds import measured_at
 from qlora_rl.demo.job import quieten
-from qlora_rl.sync.transports import DirectoryTransport, BytesTransport
+from qlora_rl.sync.transports import BytesTransport, DirectoryTransport
 from qlora_rl.train.run import describe_machine, describe_versions
 
 PARTS = ("seconds", "export_seconds", "deliver_seconds", "load_seconds")

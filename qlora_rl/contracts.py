@@ -93,6 +93,19 @@ QUANT_TYPES = ("nf4", "fp4", "none")
 IS_PROBE = "qlora_rl_is_probe"
 
 
+_PREFIX = "base_model.model."
+
+
+def lora_name(module: str, part: str) -> str:
+    """PEFT's name of a module's A or B in a file: `base_model.model.<module>.lora_A.weight`."""
+    return f"{_PREFIX}{module}.lora_{part}.weight"
+
+
+def module_of(name: str) -> str:
+    """The module that a tensor of an adapter belongs to, as the base model calls it."""
+    return name.removeprefix(_PREFIX).rsplit(".lora_", 1)[0]
+
+
 @dataclass(frozen=True)
 class AdapterBundle:
     """An adapter in canonical form: plain LoRA, one rank, scaling folded into B.
@@ -120,8 +133,7 @@ class AdapterBundle:
     @property
     def modules(self) -> list[str]:
         """Dotted names of the adapted modules, as the base model calls them."""
-        suffix, prefix = ".lora_A.weight", "base_model.model."
-        return [name[len(prefix) : -len(suffix)] for name in self.tensors if name.endswith(suffix)]
+        return [module_of(name) for name in self.tensors if name.endswith(".lora_A.weight")]
 
 
 @dataclass(frozen=True)

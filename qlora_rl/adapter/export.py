@@ -23,7 +23,7 @@ import torch
 from qlora_rl.adapter.directory import open_adapter
 from qlora_rl.adapter.inspected import InspectedAdapter, active_adapter, ranks_of
 from qlora_rl.adapter.verdict import Verdict, judge_adapter, judge_opened
-from qlora_rl.contracts import AdapterBundle
+from qlora_rl.contracts import AdapterBundle, lora_name
 from qlora_rl.errors import AdapterRejectedError, collected
 
 
@@ -73,11 +73,10 @@ def export_subject(
                 "bfloat16, or a smaller lora_alpha.",
                 module=name,
             )
-        key = f"base_model.model.{name}"
-        tensors[f"{key}.lora_A.weight"] = (
+        tensors[lora_name(name, "A")] = (
             _padded(a_RI, rank, dim=0).to("cpu", dtype or a_RI.dtype, copy=True).contiguous()
         )
-        tensors[f"{key}.lora_B.weight"] = _padded(scaled_OR, rank, dim=1).to("cpu", copy=True).contiguous()
+        tensors[lora_name(name, "B")] = _padded(scaled_OR, rank, dim=1).to("cpu", copy=True).contiguous()
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -15,7 +15,7 @@ import torch
 from qlora_rl.adapter.export import export_subject, is_folded_after
 from qlora_rl.adapter.inspected import InspectedAdapter, active_adapter, not_finite
 from qlora_rl.adapter.verdict import Verdict, judge_adapter
-from qlora_rl.contracts import AdapterBundle
+from qlora_rl.contracts import AdapterBundle, lora_name
 from qlora_rl.errors import AdapterRejectedError, collected
 from qlora_rl.sharded_tensors import shape_of, whole
 
@@ -133,8 +133,8 @@ class LiveAdapter:
         for known, shape, cut in self._places:
             if known is places and shape is self._shape:
                 return cut
-        a_places = [places[f"base_model.model.{name}.lora_A.weight"][:rank] for name, rank in self._shape]
-        b_places = [places[f"base_model.model.{name}.lora_B.weight"][:, :rank] for name, rank in self._shape]
+        a_places = [places[lora_name(name, "A")][:rank] for name, rank in self._shape]
+        b_places = [places[lora_name(name, "B")][:, :rank] for name, rank in self._shape]
         self._places = (*self._places[-1:], (places, self._shape, (a_places, b_places)))
         return a_places, b_places
 

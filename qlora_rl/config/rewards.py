@@ -12,12 +12,9 @@ from typing import Any
 from qlora_rl.config.findings import nearest, not_among, show
 from qlora_rl.config.paths import split_reward
 from qlora_rl.config.schema import Reward
-from qlora_rl.rewards.load import BUILT_IN, built_in
+from qlora_rl.rewards.load import BUILT_IN, OF_REWARDS, built_in
 from qlora_rl.rewards.load import load_reward as find_reward
 from qlora_rl.rewards.programs import program_match, tell_modes
-
-# What TRL passes to every reward function.
-_PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
 
 
 def check_use(use: str) -> list[str]:
@@ -46,7 +43,7 @@ def check_arguments(use: str, arguments: Mapping[str, Any]) -> list[str]:
         required: list[str] = []
     else:
         parameters = inspect.signature(built_in(function)).parameters.values()
-        takes = {p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)} - set(_PASSED)
+        takes = {p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)} - set(OF_REWARDS)
         required = [p.name for p in parameters if p.name in takes and p.default is p.empty and p.kind == p.KEYWORD_ONLY]
     found = []
     if takes is not None:
@@ -98,7 +95,7 @@ def _parameters_of_file(path: str) -> dict[str, set[str] | None]:
     for node in ast.parse(Path(path).read_text(encoding="utf-8"), path).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             names = {each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)}
-            found[node.name] = None if node.args.kwarg else names - set(_PASSED)
+            found[node.name] = None if node.args.kwarg else names - set(OF_REWARDS)
         elif isinstance(node, ast.ClassDef):
             found[node.name] = None
         elif isinstance(node, ast.Assign):

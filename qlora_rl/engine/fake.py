@@ -18,7 +18,7 @@ import torch
 
 from qlora_rl.base.experts import has_linear_experts
 from qlora_rl.base.fingerprint import digest_bytes, fingerprint_base
-from qlora_rl.contracts import AdapterSlots, BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec
+from qlora_rl.contracts import AdapterSlots, BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec, module_of
 from qlora_rl.engine.sampling import as_ids, several
 from qlora_rl.errors import EngineBrokenError, EngineClosedError, NotYetSupportedError, PromptTooLongError, SyncError
 
@@ -202,7 +202,7 @@ class FakeEngine:
         tensors = load_file(Path(directory) / "adapter_model.safetensors")
         modules = dict(self.model.named_modules())
         for name in tensors:
-            module = _module_of(name)
+            module = module_of(name)
             if module not in modules:
                 raise SyncError(f"loading adapter version={version}: no module {module} here.", module=module)
         return tensors
@@ -213,9 +213,7 @@ class FakeEngine:
         self._held, self._lost = tensors, ""
         modules = dict(self.model.named_modules())
         self._hooks = [
-            modules[_module_of(name)].register_forward_hook(
-                self._added(a_RI, tensors[name.replace("lora_A", "lora_B")])
-            )
+            modules[module_of(name)].register_forward_hook(self._added(a_RI, tensors[name.replace("lora_A", "lora_B")]))
             for name, a_RI in tensors.items()
             if name.endswith(".lora_A.weight")
         ]
@@ -266,8 +264,3 @@ class FakeEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _module_of(name: str) -> str:
-    """The module that a canonical tensor belongs to."""
-    return name.removeprefix("base_model.model.").rsplit(".lora_", 1)[0]

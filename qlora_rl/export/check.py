@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from qlora_rl.adapter.inspected import bare_model
 from qlora_rl.config.schema import Data
 from qlora_rl.cpu_features import warn_of_crowd
 from qlora_rl.engine.images import token_ids
@@ -25,7 +26,7 @@ from qlora_rl.inference.prompts import encode
 from qlora_rl.inference.rows import as_trained
 from qlora_rl.inference.sampling import end_tokens, precision
 from qlora_rl.stages import begin, count
-from qlora_rl.sync.forward import NotComparedError, bare_model, completion_logits, in_float32
+from qlora_rl.sync.forward import NotComparedError, completion_logits, in_float32
 from qlora_rl.train.run import ROLLOUTS
 
 logger = logging.getLogger(__name__)

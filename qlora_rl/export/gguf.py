@@ -18,7 +18,7 @@ import torch
 from qlora_rl.adapter.merged_weights import iter_weights
 from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.base.fingerprint import recorded_fingerprint
-from qlora_rl.contracts import AdapterBundle
+from qlora_rl.contracts import AdapterBundle, lora_name, module_of
 from qlora_rl.documents import read_object
 from qlora_rl.errors import ExportError, MissingDependencyError, NotYetSupportedError, collected
 from qlora_rl.export.vocabulary import CONTROL, NORMAL, SPLITS, UNUSED, USER_DEFINED, check_vocabulary
@@ -162,7 +162,7 @@ def write_gguf_adapter(
     writer.add_float32("adapter.lora.alpha", float(rank))
     kind = gguf.GGMLQuantizationType[_TENSOR_TYPES[dtype]]
     for key, tensor in tensors.items():
-        own, part = key.removeprefix("base_model.model.").removesuffix(".weight").rsplit(".lora_", 1)
+        own, part = module_of(key), key.removesuffix(".weight")[-1]
         theirs = names.get_name(f"{own}.weight", try_suffixes=(".weight",))
         if theirs is None:
             raise NotYetSupportedError(f"{_DOING}: GGUF has no name for {own}. {_OUT_OF_ADAPTERS}", module=own)
@@ -193,7 +193,7 @@ def read_gguf_adapter(file: Path, base: PreparedBase) -> AdapterBundle:
         if part == "b" and config.model_type == "llama" and own.endswith(("q_proj", "k_proj")):
             heads = config.num_attention_heads if own.endswith("q_proj") else config.num_key_value_heads
             tensor = _halves(tensor, heads)
-        tensors[f"base_model.model.{own}.lora_{part.upper()}.weight"] = tensor
+        tensors[lora_name(own, part.upper())] = tensor
     rank = next(tensor.shape[0] for key, tensor in tensors.items() if ".lora_A." in key)
     modules = sorted({key.split(".lora_")[0].rsplit(".", 1)[1] for key in tensors})
     return AdapterBundle(

@@ -23,6 +23,9 @@ from qlora_rl.rewards.programs import program_match
 BUILT_IN: dict[str, Callable[..., Any]] = {
     each.__name__: each for each in (exact_match, numeric_match, math_match, format_match, length_match, program_match)
 }
+# Arguments that TRL gives reward functions itself: a column of that name is given twice (the first two), or is lost;
+# `environments` where there are some.
+OF_REWARDS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
 # Top-level modules next to a file, and that file's folder: a module of that name in another folder is another one.
 _BESIDE: dict[str, Path] = {}
 _DOING = "loading a reward function"

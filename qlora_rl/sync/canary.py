@@ -25,7 +25,7 @@ import torch
 from qlora_rl.adapter.live import LiveAdapter
 from qlora_rl.base.fingerprint import digest_bytes
 from qlora_rl.base.model_classes import drops, image_tokens_of
-from qlora_rl.contracts import AdapterBundle, GaugedEngine, Leaf, ReplicatedEngine, RolloutEngine
+from qlora_rl.contracts import AdapterBundle, GaugedEngine, Leaf, ReplicatedEngine, RolloutEngine, module_of
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import CanaryError, ConfigConflictError
 from qlora_rl.sharded_tensors import is_sharded
@@ -419,7 +419,7 @@ class Canary:
                 f"pushed ({lost} are missing), first {wrong[0]}. Wrong scaling, a lost layer or an older version would "
                 "look like this; push again.",
                 reasons=wrong,
-                module=wrong[0].removeprefix("base_model.model.").rsplit(".lora_", 1)[0],
+                module=module_of(wrong[0]),
             )
 
     def _difference(

@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
+from qlora_rl.adapter.inspected import bare_model
 from qlora_rl.base.attention.choice import attention_for
 from qlora_rl.base.quant import dequantised_weight, require_bitsandbytes
 from qlora_rl.sharded_tensors import is_sharded, outermost, shape_of
@@ -32,11 +33,6 @@ _EAGER = 1024
 
 class NotComparedError(Exception):
     """What two sides compute cannot be compared: a model has no float32 pass, or a side does not score."""
-
-
-def bare_model(model: Any) -> Any:
-    """The transformers model, inside PEFT's or as it is."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def plain_forward(model: Any, **inputs: Any) -> Any:

@@ -23,7 +23,7 @@ import torch
 from qlora_rl.adapter.inspected import InspectedAdapter, active_adapter
 from qlora_rl.adapter.live import LiveAdapter
 from qlora_rl.base.fingerprint import compare, digest_bytes, fingerprint_base
-from qlora_rl.contracts import AdapterBundle, RolloutEngine, SyncStrategy
+from qlora_rl.contracts import AdapterBundle, RolloutEngine, SyncStrategy, module_of
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import QloraRLError
 from qlora_rl.fidelity import scaled_differences
@@ -192,7 +192,7 @@ class MismatchDebugger:
         wrong = sorted(name for name in {*wanted, *held} if wanted.get(name) != held.get(name))
         if not wrong:
             return None
-        module = _module_of(wrong[0])
+        module = module_of(wrong[0])
         if not held:
             return Diagnosis("bare", "the engine holds no adapter: it samples from the bare base")
         if before is not None and held == _digests(before[1]):
@@ -201,7 +201,7 @@ class MismatchDebugger:
             )
         missing = [name for name in wrong if name not in held]
         if missing == wrong:
-            layers = sorted({_module_of(name) for name in missing})
+            layers = sorted({module_of(name) for name in missing})
             more = f" and {len(layers) - 1} more" if len(layers) > 1 else ""
             return Diagnosis(
                 "layer", f"the engine has lost the adapter of {layers[0]}{more}; all others are right", layers[0]
@@ -349,7 +349,7 @@ class MismatchDebugger:
         nearest = min(tried, key=lambda layer: float(tried[layer].mean()))
         names = b_names if len(b_names) <= _FEW else layers[nearest]
         if len(layers) + len(names) <= passes:
-            tried |= {_module_of(name): under({name: nothing[name]}) for name in names}
+            tried |= {module_of(name): under({name: nothing[name]}) for name in names}
         lost, there = min(tried.items(), key=lambda item: float(item[1].mean()))
         said = f"the engine does not apply the adapter of {lost}"
         return [*found, (there, Diagnosis("layer", said, lost, distance=now))]
@@ -443,7 +443,7 @@ class MismatchDebugger:
         was_sharded = is_sharded(self.model)
         try:
             for name, tensor in tensors.items():
-                layer = layers[_module_of(name)]
+                layer = layers[module_of(name)]
                 is_b = ".lora_B." in name
                 parameter = (layer.lora_B if is_b else layer.lora_A)[adapter].weight
                 scale = float(layer.scaling[adapter]) if is_b else 1.0
@@ -495,13 +495,9 @@ def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     return {name: digest_bytes(tensor) for name, tensor in tensors.items() if bool(tensor.any())}
 
 
-def _module_of(name: str) -> str:
-    return name.removeprefix("base_model.model.").rsplit(".lora_", 1)[0]
-
-
 def _layer_of(name: str) -> str:
     """The decoder layer of a canonical name: all up to the first number."""
-    parts = _module_of(name).split(".")
+    parts = module_of(name).split(".")
     number = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
     return ".".join(parts[: number + 1])
 

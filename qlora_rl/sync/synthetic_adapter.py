@@ -14,9 +14,7 @@ from typing import Any
 
 import torch
 
-from qlora_rl.contracts import IS_PROBE, AdapterBundle
-
-PREFIX = "base_model.model."
+from qlora_rl.contracts import IS_PROBE, AdapterBundle, lora_name, module_of
 
 
 class Probe:
@@ -41,7 +39,7 @@ class Probe:
             tensors: dict[str, torch.Tensor] = {}
             for name, like in self._like.tensors.items():
                 values = torch.randn(like.shape, generator=generator)
-                rank = ranks[name.removeprefix(PREFIX).rsplit(".lora_", 1)[0]]
+                rank = ranks[module_of(name)]
                 if ".lora_A." in name:
                     values *= like.shape[1] ** -0.5
                     values[rank:] = 0
@@ -69,7 +67,7 @@ class Probe:
         tensors, hooks, seen = self.bundle().tensors, [], set()
         try:
             for name in self.bundle().modules:
-                a_RI, b_OR = (tensors[f"{PREFIX}{name}.lora_{part}.weight"] for part in "AB")
+                a_RI, b_OR = (tensors[lora_name(name, part)] for part in "AB")
                 module = base.get_submodule(name)
                 if id(module) not in seen:  # it may have several names
                     hooks.append(module.register_forward_hook(_adds(a_RI, b_OR)))

@@ -8,14 +8,13 @@ from typing import Any
 
 from trl import GRPOTrainer, RLOOTrainer
 
-from qlora_rl.adapter.inspected import active_adapter, is_bare
+from qlora_rl.adapter.inspected import active_adapter, bare_model, is_bare
 from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.contracts import RolloutEngine, SyncReport
 from qlora_rl.distributed import join, ranks
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, RewardFunctionError
 from qlora_rl.fidelity import FidelityMonitor
 from qlora_rl.sharded_tensors import is_sharded
-from qlora_rl.sync.forward import bare_model
 from qlora_rl.train.metrics.alarm import MismatchAlarm, alarm_for, check_word
 from qlora_rl.train.metrics.measure import MeasuredSteps
 from qlora_rl.train.metrics.rewards import agree_on, apply_attention_to, check_signature, guard

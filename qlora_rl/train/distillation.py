@@ -22,10 +22,10 @@ from trl import DistillationConfig, DistillationTrainer
 from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE
 
 from qlora_rl.adapter.directory import open_adapter
+from qlora_rl.adapter.inspected import bare_model
 from qlora_rl.base.checkpoint import MANIFEST, load_base
 from qlora_rl.contracts import RolloutEngine
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, collected
-from qlora_rl.sync.forward import bare_model
 from qlora_rl.sync.truncated_sampling import TruncatedSampling
 from qlora_rl.train.metrics.measure import MeasuredSteps, logprobs_like
 from qlora_rl.train.online import OnlineOptions, OnlineTrainer

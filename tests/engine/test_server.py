@@ -52,7 +52,7 @@ from qlora_rl.cli import main
 from qlora_rl.contracts import AdapterBundle, RolloutEngine
 from qlora_rl.cpu_features import SETTING
 from qlora_rl.engine.server.launch import RunningServer
-from qlora_rl.sync.transports import DirectoryTransport, BytesTransport
+from qlora_rl.sync.transports import BytesTransport, DirectoryTransport
 from qlora_rl.train.rollouts.engines import claim_servers
 
 SEQUENCES = [[40, 41, 42, 43, 44, 45], [60, 9, 33, 12, 7]]

@@ -35,7 +35,7 @@ from qlora_rl import (
 from qlora_rl.base.fingerprint import fingerprint_stored
 from qlora_rl.cpu_features import processor
 from qlora_rl.errors import ConfigConflictError
-from qlora_rl.sync.transports import DirectoryTransport, BytesTransport
+from qlora_rl.sync.transports import BytesTransport, DirectoryTransport
 
 EXACT = 1e-5
 SIZES = {"max_lora_rank": 8, "max_model_length": 64, "max_num_seqs": 16}

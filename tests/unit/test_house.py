@@ -158,12 +158,6 @@ def test_a_folder_of_modules_is_a_package():
     assert {path.parent for path in FILES} == {path.parent for path in PACKAGE.rglob("__init__.py")}
 
 
-def test_a_folder_can_be_seen_at_once():
-    folders = {path.parent for path in FILES} - {PACKAGE / "commands"}
-    sizes = {str(folder.relative_to(PACKAGE)): len(list(folder.glob("*.py"))) for folder in folders}
-    assert {name: size for name, size in sizes.items() if size > 14} == {}
-
-
 def test_one_outside_library_belongs_to_one_package():
     found = [(path, name, OWNERS.get(name.split(".")[0])) for path in FILES for name in imports(path)]
     assert [

@@ -12,7 +12,7 @@ import json
 import logging
 import secrets
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from starlette.requests import ClientDisconnect
@@ -25,10 +25,6 @@ from qlora_rl.engine.server.served_adapter import ServedPolicy, Wanted, read_pro
 from qlora_rl.engine.server.served_weights import ServedWeights
 from qlora_rl.engine.server.trainer_lock import TrainerLock
 from qlora_rl.errors import ConfigConflictError, QloraRLError
-
-if TYPE_CHECKING:
-    from fastapi import Request
-
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import torch
 
 from qlora_rl.adapter.store import CONFIG, WEIGHTS, AdapterStore, parse_adapter, unpack_adapter
-from qlora_rl.contracts import IS_PROBE, AdapterBundle, SamplingSpec
+from qlora_rl.contracts import IS_PROBE, AdapterBundle, SamplingSpec, lora_name
 from qlora_rl.engine import compat
 from qlora_rl.engine.images import Prompt, engine_inputs, token_ids
 from qlora_rl.engine.sampling import (
@@ -388,11 +388,11 @@ def misfits(bundle: AdapterBundle, sizes: Mapping[str, Sequence[int]], max_rank:
             reasons.append(f"{name} is no linear that this server can adapt: another base?")
             continue
         columns, rows = sizes[name]
-        expected[f"base_model.model.{name}.lora_A.weight"] = (rank, columns)
-        expected[f"base_model.model.{name}.lora_B.weight"] = (rows, rank)
+        expected[lora_name(name, "A")] = (rank, columns)
+        expected[lora_name(name, "B")] = (rows, rank)
     if not tensors:
         reasons.append("it is empty")
-    known = {f"base_model.model.{name}.lora_{part}.weight" for name in bundle.modules for part in "AB"}
+    known = {lora_name(name, part) for name in bundle.modules for part in "AB"}
     reasons += [f"{name} is no A or B of a plain LoRA" for name in tensors if name not in known]
     for name, shape in expected.items():
         tensor = tensors.get(name)

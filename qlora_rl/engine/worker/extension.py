@@ -20,7 +20,7 @@ import torch
 
 from qlora_rl.base.fingerprint import digest_4bit, digest_bytes, digest_plain, facts_of
 from qlora_rl.base.reader import StoredTensors
-from qlora_rl.contracts import BaseFingerprint, Leaf
+from qlora_rl.contracts import BaseFingerprint, Leaf, lora_name
 from qlora_rl.cpu_matmul import Float32Products
 from qlora_rl.engine.linears.base_compute import install, packs_away
 from qlora_rl.engine.linears.linear import is_left_out
@@ -242,12 +242,12 @@ class BaseExtension:
         """
         places = self.qlora_lend_adapter(adapter_id, rank)
         for name in self._qlora_left_out(adapter_id) if places else ():
-            del places[f"base_model.model.{name}.lora_B.weight"]
+            del places[lora_name(name, "B")]
         size = self.parallel_config.tensor_parallel_size
         if size == 1:
             return {name: digest_bytes(place) for name, place in places.items() if bool(place.any())}
         owners = {
-            f"base_model.model.{name}.lora_{part}.weight": (layer.base_layer, count, number)
+            lora_name(name, part): (layer.base_layer, count, number)
             for name, layer, count, number in self._qlora_adapted()
             for part in "AB"
         }
@@ -271,8 +271,8 @@ class BaseExtension:
             return places
         slot = manager.lora_index_to_id.index(adapter_id)
         for name, layer, _, i in self._qlora_adapted():
-            places[f"base_model.model.{name}.lora_A.weight"] = layer.lora_a_stacked[i][slot, 0, :rank]
-            places[f"base_model.model.{name}.lora_B.weight"] = layer.lora_b_stacked[i][slot, 0, :, :rank]
+            places[lora_name(name, "A")] = layer.lora_a_stacked[i][slot, 0, :rank]
+            places[lora_name(name, "B")] = layer.lora_b_stacked[i][slot, 0, :, :rank]
         return places
 
     def qlora_adapter_sizes(self) -> dict[str, list[int]]:

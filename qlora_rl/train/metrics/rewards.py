@@ -15,7 +15,7 @@ from trl.trainer.utils import get_callable_name, is_async_callable
 from qlora_rl.base.attention.choice import apply_attention
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import RewardFunctionError
-from qlora_rl.train.setup.settings import OF_REWARDS
+from qlora_rl.rewards.load import OF_REWARDS
 
 # What a reward function is called with, and how.
 _CALLED = ("prompts", "completions", "completion_ids")

@@ -20,6 +20,7 @@ from qlora_rl.base.writer import check_vocabulary
 from qlora_rl.contracts import RolloutEngine, SamplingSpec
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, collected
 from qlora_rl.fidelity import CORRECTION
+from qlora_rl.rewards.load import OF_REWARDS
 
 if TYPE_CHECKING:
     from trl import GRPOConfig
@@ -52,9 +53,6 @@ _OWN_SAMPLING = {
     "logprobs": "those of the sampled tokens are needed, no others",
     "output_kind": "whole completions are needed",
 }
-# Arguments that TRL gives reward functions itself: a column of that name is given twice (the first two), or is lost;
-# `environments` where there are some.
-OF_REWARDS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
 # Columns that hold conversations.
 _SAID = ("prompt", "completion", "chosen", "rejected", "messages")
 _LOOKED_AT = 10_000  # rows whose messages are looked at
