@@ -64,6 +64,13 @@ class InspectedAdapter:
         return {own_name(name): module for name, module in modules if isinstance(module, BaseTunerLayer)}
 
     @cached_property
+    def reached(self) -> dict[str, Any]:
+        """Those of them that hold something of this adapter: a frozen one next to it may stand on others."""
+        held = {name: _parts(layer).values() for name, layer in self.tuned.items()}
+        own = {name for name, parts in held.items() if not parts or any(self.adapter in part for part in parts)}
+        return {name: layer for name, layer in self.tuned.items() if name in own}
+
+    @cached_property
     def layers(self) -> dict[str, LoraLayer]:
         """Those that carry the adapter as LoRA (AdaLoRA's are a kind of them, but another method)."""
         if self.method != "LORA":

@@ -167,7 +167,7 @@ def _has_modules(inspected: InspectedAdapter) -> Iterator[Finding]:
 def _is_on_the_language_model(inspected: InspectedAdapter) -> Iterator[Finding]:
     """vLLM serves an adapter of a vision tower as the bare tower: the same tokens and logprobs, no error."""
     parts = tuple(f"{part}." for part in vision_parts(inspected.base))
-    there = [name for name in inspected.tuned if parts and name.startswith(parts)]
+    there = [name for name in inspected.reached if parts and name.startswith(parts)]
     if there:
         more = f" and {len(there) - 1} more" if len(there) > 1 else ""
         yield (
@@ -185,7 +185,7 @@ def _is_off_the_experts(inspected: InspectedAdapter) -> Iterator[Finding]:
     """
     mixtures = tuple(f"{name}." for name in mixtures_in(inspected.base))
     linears = tuple(f"{own_name(name)}." for name in linear_experts_in(inspected.base))
-    reached = [name for name in inspected.tuned if not name.startswith(linears)] if linears else list(inspected.tuned)
+    reached = [name for name in inspected.reached if not (linears and name.startswith(linears))]
     reached = [name.removesuffix(".base_layer") for name in (*reached, *inspected.replaced)]
     there = list(dict.fromkeys(name for name in reached if name.startswith(mixtures)))
     if mixtures and not there and (asked := getattr(inspected.config, "target_parameters", None)):

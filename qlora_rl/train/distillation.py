@@ -1,9 +1,9 @@
 """`QLoRADistillationTrainer`: TRL's DistillationTrainer, whose completions come from our engine, and whose teacher may
 be the student's own base.
 
-TRL 1.16 computes the divergence in tiles, without logits of tokens x vocabulary; that computation is used as it is. It
-knows the student's own completions alone (no `lmbda`) and the whole vocabulary (no top-k). It drops the sampler's
-logprobs; here they are kept, and compared with what the training pass says of the same tokens.
+The divergence is TRL 1.16's, in tiles that are small on every device; a server as teacher has one of its own
+(`scoring/divergence.py`). TRL knows the student's own completions alone (no `lmbda`). It drops the sampler's logprobs;
+here they are kept, and compared with what the training pass says of the same tokens.
 
 Letters: B completions, T tokens (padded), N scored tokens, H hidden size.
 """
@@ -11,6 +11,7 @@ Letters: B completions, T tokens (padded), N scored tokens, H hidden size.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,15 +26,28 @@ from qlora_rl.adapter.directory import open_adapter
 from qlora_rl.adapter.inspected import bare_model
 from qlora_rl.base.checkpoint import MANIFEST, load_base
 from qlora_rl.contracts import RolloutEngine
+from qlora_rl.documents import read_object
+from qlora_rl.engine.client import PromptLogprobs
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, collected
+from qlora_rl.memory.shape import read_config
 from qlora_rl.sync.truncated_sampling import TruncatedSampling
 from qlora_rl.train.metrics.measure import MeasuredSteps, logprobs_like
 from qlora_rl.train.online import OnlineOptions, OnlineTrainer
 from qlora_rl.train.rollouts.bridge import EngineBridge
 from qlora_rl.train.rollouts.endings import EndedCompletions
+from qlora_rl.train.run import CONFIG
+from qlora_rl.train.scoring.divergence import from_candidates, from_hidden
 from qlora_rl.train.scoring.logprobs import TOKENS, logit_scale_of, score
 from qlora_rl.train.setup import settings
-from qlora_rl.train.teacher import NAME, NONE, POLICY, Teacher, check_name_is_free, on_own_base, on_same_base
+from qlora_rl.train.teacher import (
+    NAME,
+    NONE,
+    POLICY,
+    ServerTeacher,
+    check_name_is_free,
+    on_own_base,
+    on_same_base,
+)
 
 # What of a batch is looked at when it has been trained on; TRL shuffles the rows of all of it alike.
 _ROWS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "sampling_per_token_logps")
@@ -41,10 +55,11 @@ _ROWS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "samp
 
 class TaughtRollouts:
     """Comes between `MeasuredSteps` and `EndedCompletions`: a batch also has the sampler's logprobs, and the prompts
-    that the teacher reads."""
+    that the teacher reads, or what a server says of them."""
 
     bridge: EngineBridge
     teacher_prompt: str | None
+    _server: ServerTeacher | None = None
     mask_truncated_completions = False  # TRL has no such setting here
 
     def __init__(self, *, reward_funcs: Any, reward_processing_classes: Any, **of_trl: Any):
@@ -61,16 +76,21 @@ class TaughtRollouts:
             for name in ("prompt", "completion"):
                 ids_BT = output[f"{name}_ids"]
                 self._logs[name].extend(self.processing_class.batch_decode(ids_BT, skip_special_tokens=True))
+        rows = [ids[mask.bool()] for ids, mask in zip(output["prompt_ids"], output["prompt_mask"], strict=True)]
         if self.teacher_prompt is not None:
             prompts = [row.get(self.teacher_prompt) for row in inputs]
-            if None in prompts:
+            if not all(prompts):  # of a stream, which nobody could read before
                 raise ConfigConflictError(
-                    f"reading the dataset: the row with the prompt {inputs[prompts.index(None)]['prompt']!r} has no "
-                    f"{self.teacher_prompt}. Fill it in, or remove the row."
+                    f"reading the dataset: {self.teacher_prompt} is empty where the prompt is "
+                    f"{inputs[[not each for each in prompts].index(True)]['prompt']!r}. Fill it in, or remove the row."
                 )
             rows = [torch.tensor(ids) for ids in self._tokenize_prompts(prompts)[0]]
-            if not all(map(len, rows)):
-                raise ConfigConflictError(f"reading the dataset: a row has an empty {self.teacher_prompt}. Fill it in.")
+        if self._server is not None:
+            said = self._server.candidates(
+                [ids.tolist() for ids in rows], output["completion_ids"], output["completion_mask"]
+            )
+            output["teacher_ids"], output["teacher_logprobs"] = said
+        elif self.teacher_prompt is not None:
             padded, pad = {"batch_first": True, "padding_side": "left"}, self._tokenizer.pad_token_id
             device = output["prompt_ids"].device
             output["teacher_prompt_ids"] = pad_sequence(rows, padding_value=pad, **padded).to(device)
@@ -95,6 +115,12 @@ class QLoRADistillationTrainer(OnlineTrainer, MeasuredSteps, TaughtRollouts, End
         teacher_model: a second model in this process: an object, a name (as TRL), or a prepared base.
         teacher_adapter: in place of it the student's own base, which is held once: with the adapter of a directory or
             of a run; "none": without any; "policy": with the adapter that is trained, as it is at that moment.
+        teacher_url: or a server, of `qlora-rl serve` or vLLM's own, which is asked for the likeliest tokens at each
+            place, at temperature 1. `teacher_model` is then its name of the model: by default "policy", or the only
+            base.
+        teacher_top_k: how many; all others together are one outcome more, on both sides. vLLM gives up to 20, or
+            `--max-logprobs`.
+        teacher_key_file: holds the server's key; by default the environment's QLORA_RL_API_KEY.
         teacher_prompt: the column with what the teacher reads in place of `prompt`: the same question with a hint, the
             answer, or instructions. Text or messages, as `prompt`.
         rollout: and all further keyword arguments as `QLoRAGRPOTrainer` has them. There is no `gpu_memory`: the memory
@@ -125,12 +151,14 @@ class QLoRADistillationTrainer(OnlineTrainer, MeasuredSteps, TaughtRollouts, End
             raise NotYetSupportedError(
                 f"reading the arguments: distillation with {what}. Train an adapter (peft_config), in one process."
             )
-        reasons, adapter = [], self._teacher_adapter
-        if (self._given_teacher is None) == (adapter is None):
+        reasons, adapter, url = [], self._teacher_adapter, self._teacher_url
+        if sum(given is not None for given in (adapter, self._given_teacher if url is None else url)) != 1:
             reasons.append(
-                "name one teacher: teacher_adapter (a directory, 'none' or 'policy'), or teacher_model for a second "
-                "model"
+                "name one teacher: teacher_adapter (a directory, 'none' or 'policy'), teacher_model for a second model "
+                "in this process, or teacher_url for a server"
             )
+        if url is not None:
+            reasons += self._contradictions(asked.args)
         if self.teacher_prompt is None and (adapter == POLICY or (adapter == NONE and asked.peft_config is not None)):
             reasons.append(
                 f"teacher_adapter={adapter!r} without teacher_prompt: the teacher says what the student says, and "
@@ -144,9 +172,7 @@ class QLoRADistillationTrainer(OnlineTrainer, MeasuredSteps, TaughtRollouts, End
         ):
             reasons.append("teacher_model is the model that is trained. Pass teacher_adapter= in its place")
         parts = [part for d in asked.datasets for part in (d.values() if isinstance(d, dict) else [d])]
-        for columns in (getattr(part, "column_names", None) for part in parts):
-            if self.teacher_prompt is not None and columns and self.teacher_prompt not in columns:
-                reasons.append(f"teacher_prompt={self.teacher_prompt!r} is no column; there are {', '.join(columns)}")
+        reasons += [reason for part in parts for reason in self._gaps(part)]
         if reasons:
             raise collected("choosing the teacher", reasons, ConfigConflictError)
         if adapter not in (None, NONE, POLICY):
@@ -154,8 +180,47 @@ class QLoRADistillationTrainer(OnlineTrainer, MeasuredSteps, TaughtRollouts, End
         check_name_is_free(model)
         return asked
 
+    def _contradictions(self, args: Any) -> list[str]:
+        """What a server as teacher does not go with."""
+        reasons = []
+        if args.temperature != 1:
+            reasons.append(
+                f"teacher_url with temperature={args.temperature:g}: a server says its likeliest tokens at temperature "
+                "1, from which no other can be made. Set temperature=1.0"
+            )
+        if self._given_teacher is not None and not isinstance(self._given_teacher, str):
+            reasons.append("teacher_url with a model as teacher_model, which is then the name of the server's")
+        if self._teacher_top_k < 1:
+            reasons.append(f"teacher_top_k={self._teacher_top_k} < 1")
+        return reasons
+
+    def _gaps(self, dataset: Any) -> list[str]:
+        """Why the teacher cannot read each row of a dataset; of a stream only its columns are known before."""
+        column, columns = self.teacher_prompt, getattr(dataset, "column_names", None)
+        if column is None or not columns:
+            return []
+        if column not in columns:
+            return [f"teacher_prompt={column!r} is no column; there are {', '.join(columns)}"]
+        read = dataset[column] if hasattr(dataset, "__len__") else ()
+        gaps = [row for row, prompt in enumerate(read) if not prompt]
+        named = ", ".join(map(str, gaps[:5])) + ", ..." * (len(gaps) > 5)
+        return [f"{column} is empty in {len(gaps)} rows ({named}). Fill it in, or remove them"] if gaps else []
+
+    def _prepared(self, asked: Any, images: list[str]) -> tuple[Any, Any]:
+        source, processing_class = super()._prepared(asked, images)
+        if self._teacher_url is not None:
+            name, key = self._given_teacher, self._teacher_key_file
+            served = PromptLogprobs(self._teacher_url, model=name, api_key_file=key)
+            weakref.finalize(self, served.close)
+            before = {}
+            if self.run is not None and self.run.existing == "resume" and (self.run.path / CONFIG).is_file():
+                before = read_object(self.run.path / CONFIG).get("teacher", {})
+            words = read_config(self.base.path).get_text_config().vocab_size
+            self._server = ServerTeacher(served, self._teacher_top_k, processing_class, words, before)
+        return source, processing_class
+
     def _model_for_trl(self, model: Any, peft_config: Any, args: Any) -> dict[str, Any]:
-        teacher = self._given_teacher
+        teacher = None if self._server is not None else self._given_teacher
         if isinstance(teacher, str | os.PathLike):
             self._check_tokenizer(teacher, args)
             if (Path(teacher) / MANIFEST).is_file():
@@ -178,7 +243,9 @@ class QLoRADistillationTrainer(OnlineTrainer, MeasuredSteps, TaughtRollouts, End
             )
 
     def _after_trl(self, args: Any) -> None:
-        if self._teacher_adapter is None:
+        if self._server is not None:
+            self._taught_by = dict(self._server.facts)
+        elif self._teacher_adapter is None:
             self.teacher_model, self._taught_by = on_own_base(self.accelerator.unwrap_model(self.teacher_model))
         else:
             self.teacher_model, self._taught_by = on_same_base(self.model, self._teacher_adapter, self.base)
@@ -187,8 +254,9 @@ class QLoRADistillationTrainer(OnlineTrainer, MeasuredSteps, TaughtRollouts, End
         self._truncated = TruncatedSampling.of(settings.sampling_spec(args))
 
     def decisive(self) -> dict[str, Any]:
-        """The teacher, whatever the directory is called that it came from."""
-        named = [f"{n} {v[:16] if n == 'digest' else v}" for n, v in self._taught_by.items() if n != "path"]
+        """The teacher, wherever it came from or is."""
+        places = ("path", "url", "logprobs")
+        named = [f"{n} {v[:16] if n == 'digest' else v}" for n, v in self._taught_by.items() if n not in places]
         return super().decisive() | {"teacher": ", ".join(named)}
 
     def _describe(self, adapter_dtype: str, facts: dict[str, Any]) -> dict[str, Any]:
@@ -224,19 +292,38 @@ class QLoRADistillationTrainer(OnlineTrainer, MeasuredSteps, TaughtRollouts, End
     # --- the loss, and what it is computed from -----------------------------------------------------------------------
 
     def _compute_loss(self, unwrapped_student: Any, inputs: dict[str, Any], num_items_in_batch: Any) -> Any:
-        teacher: Teacher = self.teacher_model
-        if "teacher_prompt_ids" in inputs:
-            ids, mask = (
-                torch.cat([inputs[f"teacher_prompt_{name}"], inputs[f"completion_{name}"]], dim=1)
-                for name in ("ids", "mask")
-            )
-            teacher.sequences = ids, mask
-        self._part = inputs if self._unscored else None
-        try:
-            with self.accelerator.autocast():  # TRL goes past the forward on which accelerate puts it
-                return super()._compute_loss(unwrapped_student, inputs, num_items_in_batch)
-        finally:
-            self._part = teacher.sequences = None
+        """As TRL's: the loss, the student's entropies summed up, and the number of tokens. The teacher comes first,
+        before the student holds what its backward pass needs."""
+        wanted_BT = inputs["completion_mask"].bool()
+        head = _head_of(unwrapped_student)
+        tokens = TOKENS if head[0].weight.device.type == "cpu" else TOKEN_CHUNK_SIZE
+        with self.accelerator.autocast():  # TRL goes past the forward on which accelerate puts it
+            if self.teacher_model is None:
+                said = inputs["teacher_ids"][wanted_BT], inputs["teacher_logprobs"][wanted_BT]
+            else:
+                read = "teacher_prompt" if "teacher_prompt_ids" in inputs else "prompt"
+                theirs_NH = self._hidden_of(self.teacher_model, inputs, read)
+            self._part = inputs if self._unscored else None
+            try:
+                ours_NH = self._hidden_of(unwrapped_student, inputs, "prompt")
+            finally:
+                self._part = None
+            if self.teacher_model is None:
+                found_N, entropy_N = from_candidates((ours_NH, *head), *said, self.beta, self.temperature, tokens)
+            else:
+                teacher = (theirs_NH, *_head_of(self.teacher_model))
+                found_N, entropy_N = from_hidden((ours_NH, *head), teacher, self.beta, self.temperature, tokens)
+        count = wanted_BT.sum()
+        divisor = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        return found_N.sum() / divisor, entropy_N.sum(), count
+
+    def _hidden_of(self, model: Any, inputs: dict[str, Any], prompt: str) -> torch.Tensor:
+        """Where `model` has read the prompts of that name: its hidden states at each completion token, [N, H]."""
+        ids_BT, mask_BT = (
+            torch.cat([inputs[f"{prompt}_{name}"], inputs[f"completion_{name}"]], dim=1) for name in ("ids", "mask")
+        )
+        wanted_BT = inputs["completion_mask"].bool()
+        return self._get_last_hidden_state(model, ids_BT, mask_BT, wanted_BT.shape[1])[wanted_BT]
 
     def _get_last_hidden_state(self, unwrapped_model: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         hidden_BTH = super()._get_last_hidden_state(unwrapped_model, *args, **kwargs)
@@ -249,12 +336,11 @@ class QLoRADistillationTrainer(OnlineTrainer, MeasuredSteps, TaughtRollouts, End
     @torch.no_grad()
     def _sampled_logprobs(self, student: Any, hidden_BTH: torch.Tensor, part: dict[str, Any]) -> torch.Tensor:
         """Natural logs of the student's probabilities of the completions, [B, T]."""
-        wanted_BT, head = part["completion_mask"].bool(), student.get_output_embeddings()
-        text = student.config.get_text_config()
-        softcap, scale = getattr(text, "final_logit_softcapping", None), logit_scale_of(text)
+        wanted_BT, (head, softcap, scale) = part["completion_mask"].bool(), _head_of(student)
+        tokens = TOKENS if head.weight.device.type == "cpu" else TOKEN_CHUNK_SIZE
         hidden_NH, targets_N = hidden_BTH[wanted_BT], part["completion_ids"][wanted_BT]
         scored = (hidden_NH, head.weight, head.bias, targets_N, self.temperature, softcap, scale)
-        logprobs_N = score(*scored, (), TOKENS if head.weight.device.type == "cpu" else TOKEN_CHUNK_SIZE)[0]
+        logprobs_N = score(*scored, (), tokens)[0]
         if self._truncated is not None:
             logprobs_N = logprobs_N - self._truncated.log_kept_by_head(*scored)
         return logprobs_N.new_zeros(wanted_BT.shape).masked_scatter(wanted_BT, logprobs_N)
@@ -298,6 +384,9 @@ class QLoRADistillationTrainer(OnlineTrainer, MeasuredSteps, TaughtRollouts, End
         peft_config: Any = None,
         *,
         teacher_adapter: str | os.PathLike[str] | None = None,
+        teacher_url: str | None = None,
+        teacher_top_k: int = 20,
+        teacher_key_file: str | os.PathLike[str] | None = None,
         teacher_prompt: str | None = None,
         rollout: str | list[str] | RolloutEngine = "colocate",
         sync: str = "auto",
@@ -312,6 +401,7 @@ class QLoRADistillationTrainer(OnlineTrainer, MeasuredSteps, TaughtRollouts, End
         api_key_file: str | os.PathLike[str] | None = None,
     ):
         self._given_teacher, self._teacher_adapter, self.teacher_prompt = teacher_model, teacher_adapter, teacher_prompt
+        self._teacher_url, self._teacher_top_k, self._teacher_key_file = teacher_url, teacher_top_k, teacher_key_file
         self.set_up(
             model,
             args if args is not None else settings.default_args(DistillationConfig, "qlora-distillation"),
@@ -336,3 +426,9 @@ class QLoRADistillationTrainer(OnlineTrainer, MeasuredSteps, TaughtRollouts, End
             quantization_config=quantization_config,
             peft_config=peft_config,
         )
+
+
+def _head_of(model: Any) -> tuple[torch.nn.Linear, float | None, float]:
+    """Of a bare model or a `Teacher`: its output head, and what its logits are capped and multiplied with."""
+    text = model.config.get_text_config()
+    return model.get_output_embeddings(), getattr(text, "final_logit_softcapping", None), logit_scale_of(text)

@@ -1,16 +1,18 @@
 """`Teacher`: what a student is compared with, token by token: its own model under another adapter, under none, or with
-another prompt; or a model of its own.
+another prompt; or a model of its own. `ServerTeacher`: a model at a server.
 
 TRL's DistillationTrainer asks a second model for hidden states and for its output head. Where the teacher shares the
-student's base there is none: the one model answers twice.
+student's base there is none: the one model answers twice. A server says logprobs of the likeliest tokens.
 
-Letters: B sequences, T tokens, H hidden size.
+Letters: B sequences, T tokens, H hidden size, K + 1 candidates of a token.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -26,6 +28,7 @@ from qlora_rl.base.attention.choice import apply_attention
 from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.base.fingerprint import digest_bytes
 from qlora_rl.base.source_digest import digest_file, digest_parts
+from qlora_rl.engine.client import PromptLogprobs
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
 from qlora_rl.sync.forward import evaluating, without_adapter
 from qlora_rl.train.setup.linears import apply_linears
@@ -42,16 +45,12 @@ class Teacher(torch.nn.Module):
     Args:
         model: the student's PeftModel, or a model of its own.
         within: makes it the teacher while it computes.
-
-    Attributes:
-        sequences: token ids and mask [B, T] that it reads in place of the student's; they end with the same tokens.
     """
 
     def __init__(self, model: Any, within: Callable[[], AbstractContextManager[Any]] = nullcontext):
         super().__init__()
         self._held = (model,)  # no submodule: TRL puts this one into eval mode, and the student trains
         self._within = within
-        self.sequences: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def config(self) -> Any:
@@ -64,11 +63,23 @@ class Teacher(torch.nn.Module):
 
     @torch.no_grad()
     def base_model(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **inputs: Any) -> Any:
-        """The model without its head; its `last_hidden_state` is [B, T, H]. There is no dropout."""
-        ids_BT, mask_BT = self.sequences or (input_ids, attention_mask)
+        """The model without its head; its `last_hidden_state` is [B, T, H]. There is no dropout.
+
+        Raises:
+            ConfigConflictError: it computes NaN; nothing was learned from it.
+        """
         model = self._held[0]
         with evaluating(model), self._within():
-            return bare_model(model).base_model(input_ids=ids_BT, attention_mask=mask_BT, **inputs)
+            found = bare_model(model).base_model(input_ids=input_ids, attention_mask=attention_mask, **inputs)
+        is_wrong_BT = attention_mask.bool() & ~found.last_hidden_state.sum(-1, dtype=torch.float32).isfinite()
+        if is_wrong_BT.any():
+            rows = is_wrong_BT.any(-1).nonzero()[:, 0].tolist()
+            raise ConfigConflictError(
+                f"asking the teacher: rows {rows} of {len(input_ids)} in a micro-batch give NaN or infinity, which the "
+                "student would learn. Its weights are damaged, or its numbers too large for float16: load it again, in "
+                "bfloat16, and resume the run (existing_run='resume')."
+            )
+        return found
 
 
 def on_same_base(model: Any, teacher: str | os.PathLike[str], base: PreparedBase) -> tuple[Teacher, dict[str, str]]:
@@ -121,6 +132,98 @@ def check_name_is_free(model: Any) -> None:
             f"reading the PeftModel: it holds an adapter {NAME!r} already. Remove it: model.delete_adapter({NAME!r}); "
             f"the one that is trained is {active_adapter(model)!r}."
         )
+
+
+# What tokenizers are compared by, before words from all over the student's vocabulary; and the most tokens of both.
+_TEXT = "The year 2024's 3 naïve cafés: x = f(10.5)\\n\\treturn ['ja', \"да\", '猫', '🙂']; 100,000 % \\r\\n  end"
+_READ = 1024
+# Mean difference of the logprobs of that text beyond which two teachers are not one: three times what bfloat16 rounds.
+_OTHER = 0.1
+
+
+class ServerTeacher:
+    """A model at a server, asked for the likeliest tokens at each place of a completion.
+
+    Args:
+        served: the model.
+        top_k: so many of the likeliest.
+        tokenizer: the student's.
+        vocabulary: how many tokens the student's head knows.
+        before: what a run that goes on has written down of its teacher.
+
+    Attributes:
+        facts: what it is: of a server of ours the digest of base and adapter, of others the name, and what it makes of
+            a text. The logprobs of one model differ a little from machine to machine: those that are not further apart
+            than rounding keep the digest of `before`.
+
+    Raises:
+        ConfigConflictError: it has another tokenizer.
+    """
+
+    def __init__(
+        self,
+        served: PromptLogprobs,
+        top_k: int,
+        tokenizer: Any,
+        vocabulary: int,
+        before: Mapping[str, Any] | None = None,
+    ):
+        self._served, self._top_k, self._vocabulary = served, top_k, vocabulary
+        most = min(served.max_length or _READ, _READ)
+        step = max(1, 4 * len(tokenizer) // most)
+        text = _TEXT + tokenizer.decode(range(0, len(tokenizer), step), skip_special_tokens=True)
+        while len(tokenizer(text)["input_ids"]) >= most:
+            text = text[: 3 * len(text) // 4]
+        own, (its, logprobs) = tokenizer(text)["input_ids"][1:], served.read(text)
+        if own != its:
+            at = next((i for i, pair in enumerate(zip(own, its, strict=False)) if pair[0] != pair[1]), 0)
+            raise ConfigConflictError(
+                f"choosing the teacher: {served.model!r} at {served.url} has another tokenizer than the student's "
+                f"{tokenizer.name_or_path}: of {text[:40]!r} token {at + 1} is {its[at : at + 1]} there, and "
+                f"{own[at : at + 1]} of the student. Take a teacher of the student's family."
+            )
+        self._digest = served.digest()
+        self.facts: dict[str, Any] = {"kind": "server", "url": served.url, "top_k": top_k}
+        if self._digest:
+            self.facts["digest"] = self._digest
+            return
+        known = (before or {}).get("logprobs", [])
+        gaps = [abs(one - other) for one, other in zip(known, logprobs, strict=False)]
+        if gaps and len(known) == len(logprobs) and math.fsum(gaps) / len(gaps) <= _OTHER:
+            logprobs = known
+        digest = digest_parts([json.dumps(logprobs)])
+        self.facts |= {"model": served.model, "digest": digest, "logprobs": logprobs}
+
+    def candidates(self, prompts: list[list[int]], ids_BT: torch.Tensor, mask_BT: torch.Tensor) -> Any:
+        """Of each token of the completions: itself and the likeliest tokens [B, T, K + 1], and their logprobs in
+        float32, -inf where there is none.
+
+        Raises:
+            ConfigConflictError: another model answers than at the start, or one with more tokens than the student has.
+            EngineBrokenError, PromptTooLongError: as `PromptLogprobs.score`.
+        """
+        if self._digest and (now := self._served.digest()) not in ("", self._digest):
+            raise ConfigConflictError(
+                f"asking the teacher at {self._served.url}: it serves {now}, and {self._digest} at the start. Serve "
+                "that again, and resume the run from its last checkpoint (existing_run='resume')."
+            )
+        answers = [ids[mask].tolist() for ids, mask in zip(ids_BT, mask_BT.bool(), strict=True)]
+        whole = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+        found = self._served.score(whole, [len(prompt) for prompt in prompts], self._top_k)
+        shape = (*ids_BT.shape, self._top_k + 1)
+        tokens_BTK = torch.zeros(shape, dtype=torch.long)
+        logprobs_BTK = torch.full(shape, -math.inf)
+        for row, places in enumerate(found):
+            for at, candidates in zip(mask_BT[row].nonzero()[:, 0].tolist(), places, strict=True):
+                tokens, logprobs = zip(*candidates, strict=True)
+                tokens_BTK[row, at, : len(tokens)] = torch.tensor(tokens)
+                logprobs_BTK[row, at, : len(tokens)] = torch.tensor(logprobs)
+        if (highest := int(tokens_BTK.max())) >= self._vocabulary:
+            raise ConfigConflictError(
+                f"asking the teacher at {self._served.url}: it names token {highest}, and the student has "
+                f"{self._vocabulary} tokens. Take a teacher of the student's family."
+            )
+        return tokens_BTK.to(ids_BT.device), logprobs_BTK.to(ids_BT.device)
 
 
 @contextmanager

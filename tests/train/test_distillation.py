@@ -30,7 +30,8 @@ from qlora_rl.sync.forward import bare_model, evaluating, tail_logprobs
 from qlora_rl.train.setup.linears import apply_linears
 from qlora_rl.train.teacher import Teacher
 
-BETAS = [0.0, 0.5, 1.0]
+BETAS = [0.0, 0.3, 1.0]
+NAMES = ("ids", "mask")
 HINTED = Dataset.from_list(
     [
         {"prompt": f"{10 + i}+{11 + i}=", "hinted": f"{21 + 2 * i} is what we say of {10 + i}+{11 + i}="}
@@ -93,18 +94,28 @@ def loss_and_gradients(trainer, model, inputs):
 
 
 @pytest.mark.parametrize("beta", BETAS)
-@pytest.mark.parametrize("kind", ["none", "adapter"])
+@pytest.mark.parametrize("kind", ["none", "adapter", "policy", "model"])
 def test_loss_and_gradients_are_those_of_trls_trainer_with_two_models(kind, beta, make, base, lora, taught, tmp_path):
+    """With "policy" the teacher, a copy of the student, reads more than the student does."""
     student = get_peft_model(load_base(base), lora)
     randomise(student, 0.3)
-    ours = make(
-        {"beta": beta, "bf16": False},
-        model=student,
-        peft_config=None,
-        teacher_adapter=taught if kind == "adapter" else kind,
-    )
+    whom = {
+        "none": {"teacher_adapter": "none"},
+        "adapter": {"teacher_adapter": taught},
+        "policy": {"teacher_adapter": "policy", "teacher_prompt": "hinted"},
+        "model": {"teacher_model": load_adapter(load_base(base), taught, base=base.path)},
+    }[kind]
+    ours = make({"beta": beta, "bf16": False}, model=student, peft_config=None, **whom)
     inputs = batch_of(ours)
-    second = load_base(base) if kind == "none" else load_adapter(load_base(base), taught, base=base.path)
+    second = load_base(base)
+    if kind == "policy":
+        second = get_peft_model(second, lora)
+        with torch.no_grad():
+            for parameter, value in zip(second.parameters(), student.parameters(), strict=True):
+                if value.requires_grad:
+                    parameter.copy_(value)
+    elif kind != "none":
+        second = load_adapter(second, taught, base=base.path)
     apply_linears(bare_model(second))
     twin = get_peft_model(load_base(base), lora)
     apply_linears(bare_model(twin))
@@ -118,6 +129,12 @@ def test_loss_and_gradients_are_those_of_trls_trainer_with_two_models(kind, beta
             if parameter.requires_grad:
                 parameter.data = value.clone()
     trl.model.train()
+    if kind == "policy":
+        read = {name: torch.cat([inputs[f"teacher_prompt_{name}"], inputs[f"completion_{name}"]], 1) for name in NAMES}
+        hidden_of = trl._get_last_hidden_state
+        trl._get_last_hidden_state = lambda model, ids, mask, *rest: (
+            hidden_of(model, *read.values(), *rest) if model is second else hidden_of(model, ids, mask, *rest)
+        )
     found, gradients = loss_and_gradients(ours, ours.model, inputs)
     expected, theirs = loss_and_gradients(trl, trl.model, inputs)
     print(kind, beta, found, expected)
@@ -125,6 +142,23 @@ def test_loss_and_gradients_are_those_of_trls_trainer_with_two_models(kind, beta
     assert found > 1e-3
     assert gradients.keys() == theirs.keys()
     assert all(torch.allclose(gradients[name], theirs[name], atol=1e-5) for name in theirs)
+
+
+def test_a_teacher_that_computes_nan_ends_the_run_before_anything_is_learnt(make, base):
+    second = load_base(base)
+    trainer = make({"save_strategy": "steps", "save_steps": 1, "max_steps": 3}, teacher_model=second)
+    norm, kept = bare_model(second).model.norm, trainer._after_generation
+
+    def spoil():
+        kept()
+        if trainer.state.global_step == 1:
+            norm.weight.data[3] = torch.nan
+
+    trainer._after_generation = spoil
+    with pytest.raises(ConfigConflictError, match=r"rows \[0, 1, 2, 3\] of 4 .* NaN"):
+        trainer.train()
+    assert trainer.run.last_checkpoint().name == "checkpoint-1"
+    assert all(p.isfinite().all() for p in trainer.model.parameters() if p.is_floating_point())
 
 
 @pytest.mark.parametrize("teacher", ["none", "adapter"])
@@ -334,8 +368,14 @@ def test_what_cannot_teach_is_rejected(make, base, taught, tmp_path, other_model
     with pytest.raises(ConfigConflictError, match="the model that is trained"):
         make(model=student, teacher_model=student)
     gaps = Dataset.from_list([*HINTED.to_list()[:7], {"prompt": "1+1=", "hinted": None}])
-    with pytest.raises(ConfigConflictError, match=r"'1\+1=' has no hinted"):
-        make({"max_steps": 2}, teacher_adapter="none", teacher_prompt="hinted", train_dataset=gaps).train()
+    for split in ("train_dataset", "eval_dataset"):
+        with pytest.raises(ConfigConflictError, match=r"hinted is empty in 1 rows \(7\)"):
+            make(teacher_adapter="none", teacher_prompt="hinted", **{split: gaps})
+    stream = gaps.to_iterable_dataset()  # which nobody can read before
+    trainer = make({"max_steps": 2}, teacher_adapter="none", teacher_prompt="hinted", train_dataset=stream)
+    with pytest.raises(ConfigConflictError, match=r"hinted is empty where the prompt is '1\+1='"):
+        trainer.train()
+    trainer.close()
     biased = LoraConfig(r=4, target_modules=["q_proj"], bias="lora_only")
     with pytest.raises(NotYetSupportedError, match="bias='lora_only'"):
         make(

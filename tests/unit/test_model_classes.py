@@ -129,6 +129,16 @@ def test_a_byte_of_the_tower_that_is_another_one_is_found(vision_base, tmp_path)
         verify_base(model, FakeEngine(other))
 
 
+def test_a_frozen_adapter_of_the_tower_next_to_it_is_no_part_of_the_one_that_is_trained(vision_base):
+    model = load_base(vision_base)
+    tower = next(n for n, m in model.named_modules() if n.startswith(TOWERS) and isinstance(m, torch.nn.Linear))
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=LANGUAGE))
+    adapted.add_adapter("teacher", LoraConfig(r=2, target_modules=[tower]))
+    assert judge_adapter(adapted).kind == "adapter"
+    adapted.set_adapter("teacher")
+    assert judge_adapter(adapted).kind == "full_weights"
+
+
 def test_another_processor_config_is_another_base(vision_base, tmp_path):
     changed = tmp_path / "changed"
     shutil.copytree(vision_base.path, changed)

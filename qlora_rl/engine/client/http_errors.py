@@ -110,15 +110,20 @@ def content_of(answer: httpx.Response, url: str, known: str) -> dict[str, Any]:
     return found
 
 
+def said_in(answer: httpx.Response) -> tuple[Any, str, list[str]]:
+    """Of an answer that is none: the error's class where it is one of ours, what it says, and all reasons."""
+    try:
+        error = answer.json()["error"]
+        reasons = [str(reason) for reason in error.get("reasons", ())]
+        return getattr(errors, str(error.get("kind")), None), str(error["message"]), reasons
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None, answer.text.strip()[:200], []
+
+
 def rejection(answer: httpx.Response, url: str) -> Exception:
     """The error that a status stands for."""
     status = answer.status_code
-    try:
-        error = answer.json()["error"]
-        kind, message = getattr(errors, str(error.get("kind")), None), str(error["message"])
-        reasons = [str(reason) for reason in error.get("reasons", ())]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        kind, message, reasons = None, answer.text.strip()[:200], []
+    kind, message, reasons = said_in(answer)
     if isinstance(kind, type) and issubclass(kind, QloraRLError):
         if kind is AccessDeniedError and status == 401:
             message = (
