@@ -296,7 +296,8 @@ class QLoRADistillationTrainer(OnlineTrainer, MeasuredSteps, TaughtRollouts, End
         before the student holds what its backward pass needs."""
         wanted_BT = inputs["completion_mask"].bool()
         head = _head_of(unwrapped_student)
-        tokens = TOKENS if head[0].weight.device.type == "cpu" else TOKEN_CHUNK_SIZE
+        # Logits of two models, in float32: a quarter of the tokens that GRPO scores at once take as much.
+        tokens = (TOKENS if head[0].weight.device.type == "cpu" else TOKEN_CHUNK_SIZE) // 4
         with self.accelerator.autocast():  # TRL goes past the forward on which accelerate puts it
             if self.teacher_model is None:
                 said = inputs["teacher_ids"][wanted_BT], inputs["teacher_logprobs"][wanted_BT]

@@ -43,7 +43,7 @@ def test_a_server_says_the_likeliest_tokens_teaches_and_dies(server, base, adapt
         blob = pack_adapter(export_adapter(adapted, dtype=torch.bfloat16))
         remote.load_packed(blob, 1)
         policy = PromptLogprobs(server.url)
-        assert (served.model, policy.model) == (str(base.path), "policy")
+        assert (served.model, policy.model) == ("base", "policy")
         assert of_base == served.digest() != policy.digest()
         assert policy.score(SEQUENCES, [1, 2], 5) != served.score(SEQUENCES, [1, 2], 5)
         remote.drop_adapter()
@@ -63,7 +63,7 @@ def test_a_server_says_the_likeliest_tokens_teaches_and_dies(server, base, adapt
         train_dataset=ROWS.map(lambda row: {"told": f"7777{row['prompt']}"}),
         peft_config=adapter(),
         teacher_url=server.url,
-        teacher_model=str(base.path),
+        teacher_model="base",
         teacher_prompt="told",
         rollout=server.url,  # the student samples where the teacher is asked
     ) as made:

@@ -24,14 +24,18 @@ from qlora_rl import (
 )
 from qlora_rl.adapter.load import load_adapter
 from qlora_rl.base.source_digest import digest_file, digest_parts
+from qlora_rl.bench.memory import Live
 from qlora_rl.engine.fake import FakeEngine
 from qlora_rl.report import write_report
 from qlora_rl.sync.forward import bare_model, evaluating, tail_logprobs
+from qlora_rl.train.scoring.divergence import from_hidden
+from qlora_rl.train.scoring.logprobs import TOKENS, score
 from qlora_rl.train.setup.linears import apply_linears
 from qlora_rl.train.teacher import Teacher
 
 BETAS = [0.0, 0.3, 1.0]
 NAMES = ("ids", "mask")
+TILE = TOKENS // 4
 HINTED = Dataset.from_list(
     [
         {"prompt": f"{10 + i}+{11 + i}=", "hinted": f"{21 + 2 * i} is what we say of {10 + i}+{11 + i}="}
@@ -142,6 +146,23 @@ def test_loss_and_gradients_are_those_of_trls_trainer_with_two_models(kind, beta
     assert found > 1e-3
     assert gradients.keys() == theirs.keys()
     assert all(torch.allclose(gradients[name], theirs[name], atol=1e-5) for name in theirs)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_logits_of_two_models_take_no_more_memory_than_those_that_grpo_scores(beta):
+    torch.manual_seed(0)
+    head = torch.nn.Linear(64, 32_768, bias=False).requires_grad_(False)
+    teacher_NH, targets_N = torch.randn(512, 64), torch.randint(32_768, (512,))
+    peaks = []
+    for scores in (
+        lambda hidden_NH: score(hidden_NH, head.weight, None, targets_N, 1.0),
+        lambda hidden_NH: from_hidden((hidden_NH, head, None, 1.0), (teacher_NH, head, None, 1.0), beta, 1.0, TILE),
+    ):
+        hidden_NH = torch.randn(512, 64, requires_grad=True)
+        with Live() as live:
+            scores(hidden_NH)[0].sum().backward()
+        peaks.append(live.peak)
+    assert peaks[1] < peaks[0] < 512 * 32_768 * 4 * 3
 
 
 def test_a_teacher_that_computes_nan_ends_the_run_before_anything_is_learnt(make, base):

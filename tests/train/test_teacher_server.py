@@ -22,6 +22,7 @@ from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 
 from qlora_rl import ConfigConflictError, EngineBrokenError, PromptTooLongError, load_base
 from qlora_rl.adapter.load import load_adapter
+from qlora_rl.bench.memory import Live
 from qlora_rl.engine.client import PromptLogprobs
 from qlora_rl.engine.client import prompt_logprobs as client
 from qlora_rl.engine.fake import FakeEngine
@@ -208,8 +209,6 @@ def test_tiles_change_nothing(monkeypatch):
 
 
 def test_logits_of_all_tokens_are_never_held():
-    from qlora_rl.bench.memory import Live
-
     tokens, words, hidden_size = 4096, 32_768, 64
     head = torch.nn.Linear(hidden_size, words, bias=False).requires_grad_(False)
     hidden = torch.randn(tokens, hidden_size, requires_grad=True)
