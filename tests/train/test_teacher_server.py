@@ -21,13 +21,14 @@ from transformers import AutoTokenizer
 from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 
 from qlora_rl import ConfigConflictError, EngineBrokenError, PromptTooLongError, load_base
+from qlora_rl.adapter.inspected import bare_model
 from qlora_rl.adapter.load import load_adapter
 from qlora_rl.bench.memory import Live
 from qlora_rl.engine.client import PromptLogprobs
 from qlora_rl.engine.client import prompt_logprobs as client
 from qlora_rl.engine.fake import FakeEngine
 from qlora_rl.errors import AccessDeniedError, EngineUnsupportedError
-from qlora_rl.sync.forward import bare_model, evaluating
+from qlora_rl.sync.forward import evaluating
 from qlora_rl.train.scoring import divergence
 from qlora_rl.train.setup.linears import apply_linears
 
