@@ -51,6 +51,7 @@ _HOMES = {
     "QLoRADistillationTrainer": "qlora_rl.train.distillation",
     "QLoRASFTTrainer": "qlora_rl.train.offline",
     "QLoRADPOTrainer": "qlora_rl.train.offline",
+    "QLoRAKTOTrainer": "qlora_rl.train.offline",
     "attach": "qlora_rl.train.attach",
     "export_run": "qlora_rl.export.job",
     "open_trained": "qlora_rl.inference.trained",

@@ -1,7 +1,7 @@
 """The methods of training that a memory estimate knows, as far as memory differs."""
 
-METHODS = ("grpo", "rloo", "sft", "dpo")
+METHODS = ("grpo", "rloo", "sft", "dpo", "kto")
 # Those that learn from data alone: no engine is made.
-OFFLINE = ("sft", "dpo")
+OFFLINE = ("sft", "dpo", "kto")
 # Sequences that a row of the batch has, where it is not one: DPO computes the chosen and the rejected one together.
 SEQUENCES = {"dpo": 2}

@@ -1,5 +1,5 @@
-"""`QLoRASFTTrainer`, `QLoRADPOTrainer`: TRL's trainers that learn from data alone. No engine; the base is checked
-against its directory."""
+"""`QLoRASFTTrainer`, `QLoRADPOTrainer`, `QLoRAKTOTrainer`: TRL's trainers that learn from data alone. No engine; the
+base is checked against its directory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from transformers import TrainerCallback, TrainingArguments
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
 from qlora_rl.adapter.inspected import bare_model
 from qlora_rl.adapter.verdict import judge_adapter
@@ -19,7 +19,7 @@ from qlora_rl.base.fingerprint import compare, fingerprint_base, recorded_finger
 from qlora_rl.base.model_classes import directory_takes_images, may_take_images
 from qlora_rl.base.writer import embedding_rows
 from qlora_rl.distributed import join
-from qlora_rl.errors import BaseMismatchError
+from qlora_rl.errors import BaseMismatchError, ConfigConflictError, collected
 from qlora_rl.stages import begin
 from qlora_rl.train.metrics.measure import StepClock
 from qlora_rl.train.run import CONFIG, StepRecord
@@ -39,6 +39,7 @@ from qlora_rl.train.scoring.padding import apply_padding
 from qlora_rl.train.setup import settings
 from qlora_rl.train.setup.layer_inputs import keep_on_host
 from qlora_rl.train.setup.linears import apply_linears
+from qlora_rl.train.setup.methods import kto_contradictions
 from qlora_rl.train.setup.model_source import check_cloned
 from qlora_rl.train.setup.processes import begin_alike, check_common_base, check_processes, shards_base
 from qlora_rl.train.setup.residual_init import keep_start, settle
@@ -301,26 +302,17 @@ def _sft_config(args: SFTConfig | TrainingArguments | None) -> SFTConfig:
     return SFTConfig(**args.to_dict() | {"hub_token": args.hub_token})  # to_dict hides the token
 
 
-class QLoRADPOTrainer(OfflineTrainer, DPOTrainer):
-    """Direct preference optimisation of an adapter on a 4-bit base: TRL's DPOTrainer; otherwise as `QLoRASFTTrainer`.
+class PreferenceTrainer(OfflineTrainer):
+    """What DPO and KTO share: a reference, and the arguments of TRL's class."""
 
-    The reference is the base without the adapter, or a frozen copy of the adapter that came with a PeftModel; so the
-    base is held once.
-    """
-
-    _tag_names = ["trl", "dpo", "qlora-rl"]
-    _name = "DPO"
-    _config_name = "dpo"
     _refers = True
-
-    def _outputs(self) -> set[str]:
-        return super()._outputs() | {"mean_logits"} | ({"log_sum_sq_probs"} if self.use_weighting else set())
+    _config: type[DPOConfig] | type[KTOConfig]
 
     def __init__(
         self,
         model: Any,
         ref_model: Any = None,
-        args: DPOConfig | None = None,
+        args: DPOConfig | KTOConfig | None = None,
         data_collator: Any = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
@@ -337,7 +329,7 @@ class QLoRADPOTrainer(OfflineTrainer, DPOTrainer):
     ):
         self.set_up(
             model,
-            args if args is not None else settings.default_args(DPOConfig, "qlora-dpo"),
+            args if args is not None else settings.default_args(self._config, f"qlora-{self._config_name}"),
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
@@ -352,3 +344,63 @@ class QLoRADPOTrainer(OfflineTrainer, DPOTrainer):
             data_collator=data_collator,
             compute_metrics=compute_metrics,
         )
+
+
+class QLoRADPOTrainer(PreferenceTrainer, DPOTrainer):
+    """Direct preference optimisation of an adapter on a 4-bit base: TRL's DPOTrainer; otherwise as `QLoRASFTTrainer`.
+
+    The reference is the base without the adapter, or a frozen copy of the adapter that came with a PeftModel; so the
+    base is held once.
+    """
+
+    _tag_names = ["trl", "dpo", "qlora-rl"]
+    _name = "DPO"
+    _config_name = "dpo"
+    _config = DPOConfig
+
+    def _outputs(self) -> set[str]:
+        return super()._outputs() | {"mean_logits"} | ({"log_sum_sq_probs"} if self.use_weighting else set())
+
+
+class QLoRAKTOTrainer(PreferenceTrainer, KTOTrainer):
+    """Kahneman-Tversky optimisation: TRL's KTOTrainer, which learns from single completions and whether each is good
+    (column `label`), or from pairs, which it takes apart. Reference and base as in `QLoRADPOTrainer`.
+
+    TRL takes the rows in their order, and of pairs all better ones of a thousand before the worse ones: mix them first.
+    """
+
+    _tag_names = ["trl", "kto", "qlora-rl"]
+    _name = "KTO"
+    _config_name = "kto"
+    _config = KTOConfig
+
+    def set_up(self, model: Any, args: KTOConfig, **given: Any) -> None:
+        """As `OfflineTrainer.set_up`; what TRL would find when the model is loaded is said before.
+
+        Raises:
+            ConfigConflictError: besides, a micro-batch of one row, which has no KL, or labels that are none.
+        """
+        found = kto_contradictions(args)
+        for part in settings.parts((given["train_dataset"], given["eval_dataset"])):
+            columns = getattr(part, "column_names", None) or ()
+            if "label" in columns:
+                found += filter(None, [_why_no_labels(part)])
+            elif columns and not {"chosen", "rejected"} <= set(columns):
+                found.append(f"there is no column label, nor chosen and rejected; there are {', '.join(columns)}")
+        if found:
+            raise collected("reading the arguments", found, ConfigConflictError)
+        super().set_up(model, args, **given)
+
+    def _outputs(self) -> set[str]:
+        return {"entropy", "mean_logits"}
+
+
+def _why_no_labels(rows: Any) -> str:
+    """What the column label holds in place of truth values; empty where it holds these, or 0 and 1, and of a stream."""
+    if not hasattr(rows, "__len__"):
+        return ""
+    held = rows.select_columns(["label"]).with_format("arrow")[:]["label"].to_pylist()
+    wrong = next((row for row, value in enumerate(held) if value not in (True, False)), None)
+    if wrong is None:
+        return ""
+    return f"the label of row {wrong} is {held[wrong]!r}. Write true for a good completion, false for one to avoid"

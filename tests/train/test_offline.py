@@ -1,5 +1,5 @@
-"""QLoRASFTTrainer and QLoRADPOTrainer on real bitsandbytes: they learn, they leave the base alone, they leave a whole
-run."""
+"""QLoRASFTTrainer, QLoRADPOTrainer and QLoRAKTOTrainer on real bitsandbytes: they learn, they leave the base alone,
+they leave a whole run."""
 
 import json
 
@@ -10,12 +10,13 @@ from peft import LoraConfig, PeftModel
 from support import tiny_training
 from test_models import adapter, as_form, assert_same, bytes_of_the_base
 from transformers import AutoTokenizer, TrainerCallback
-from trl import DPOConfig, SFTConfig
+from trl import DPOConfig, KTOConfig, KTOTrainer, SFTConfig
 
 from qlora_rl import (
     BaseMismatchError,
     ConfigConflictError,
     QLoRADPOTrainer,
+    QLoRAKTOTrainer,
     QLoRASFTTrainer,
     RunDirectoryError,
     load_base,
@@ -27,7 +28,17 @@ SENTENCES = Dataset.from_list([{"text": f"{a}+{a}={2 * a}"} for a in range(10, 2
 PAIRS = Dataset.from_list(
     [{"prompt": f"{a}+{a}=", "chosen": str(2 * a), "rejected": str(2 * a + 7)} for a in range(10, 26)]
 )
-KINDS = {"sft": (QLoRASFTTrainer, SFTConfig, SENTENCES), "dpo": (QLoRADPOTrainer, DPOConfig, PAIRS)}
+JUDGED = Dataset.from_list(
+    [
+        {"prompt": row["prompt"], "completion": row["rejected" if number % 2 else "chosen"], "label": number % 2 == 0}
+        for number, row in enumerate(PAIRS)
+    ]
+)
+KINDS = {
+    "sft": (QLoRASFTTrainer, SFTConfig, SENTENCES),
+    "dpo": (QLoRADPOTrainer, DPOConfig, PAIRS),
+    "kto": (QLoRAKTOTrainer, KTOConfig, JUDGED),
+}
 
 
 @pytest.fixture
@@ -78,10 +89,13 @@ def test_messages_that_the_chat_template_does_not_take_are_rejected(kind, make, 
     )
     user, system, answer = ({"role": role, "content": "1"} for role in ("user", "system", "assistant"))
     names = ("chosen", "rejected") if kind == "dpo" else ("completion",)
-    rows = [{"prompt": asked, **{name: [answer] for name in names}} for asked in ([user], [user], [system, user])]
+    said = {name: [answer] for name in names} | ({"label": True} if kind == "kto" else {})
+    rows = [{"prompt": asked, **said} for asked in ([user], [user], [system, user])]
     with pytest.raises(ConfigConflictError, match=r"prompt of row 2, whose roles are system, user: .*no system"):
         make(kind, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
-    whole = [{name: [*row["prompt"], answer] for name in (names if kind == "dpo" else ("messages",))} for row in rows]
+    if kind == "kto":  # it takes no whole conversations but pairs of them
+        names = ("chosen", "rejected")
+    whole = [{name: [*row["prompt"], answer] for name in (("messages",) if kind == "sft" else names)} for row in rows]
     with pytest.raises(ConfigConflictError, match="of row 2, whose roles are system, user, assistant"):
         make(kind, train_dataset=Dataset.from_list(whole), processing_class=tokenizer)
 
@@ -172,6 +186,56 @@ def test_dpo_widens_the_margin_and_prefers_what_was_chosen(make):
     assert steps[-1]["loss"] < 0.35
 
 
+def test_kto_tells_good_completions_from_bad_ones(make):
+    trainer = make("kto", {"max_steps": 30})
+    before = bytes_of_the_base(trainer.model)
+    trainer.train()
+    assert_same(before, bytes_of_the_base(trainer.model))
+    steps = lines(trainer.run.path)
+    assert steps[0]["rewards/margins"] == pytest.approx(0.0, abs=1e-6)  # the policy is still the reference
+    assert steps[0]["loss"] == pytest.approx(0.5, abs=1e-3)  # 1 - sigmoid(0)
+    assert steps[-1]["rewards/margins"] > 1.0
+    assert steps[-1]["loss"] < 0.4
+
+
+@pytest.mark.parametrize("fields", [{}, {"loss_type": "apo_zero_unpaired"}, {"precompute_ref_log_probs": True}])
+@pytest.mark.parametrize("rows", [JUDGED, PAIRS], ids=["labels", "pairs"])
+def test_the_losses_of_kto_are_those_of_trls_trainer(fields, rows, model_dir, tmp_path):
+    """In float32, where the two sides round alike up to the order of a sum; with padding left out and kept."""
+    exact = prepare_base(model_dir, "none", compute_dtype="float32")
+    lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")
+
+    def losses(name, kind, model, **arguments):
+        usual = {"max_steps": 4, "per_device_train_batch_size": 8, "learning_rate": 1e-3, "bf16": False, "seed": 3}
+        args = KTOConfig(**tiny_training(output_dir=str(tmp_path / name), logging_steps=1, **usual | fields))
+        trainer = kind(model=model, args=args, train_dataset=rows, peft_config=lora, **arguments)
+        trainer.train()
+        return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+    tokenizer = AutoTokenizer.from_pretrained(exact.path)
+    expected = losses("trl", KTOTrainer, load_base(exact), processing_class=tokenizer)
+    assert len(set(expected)) == 4
+    for name, arguments in {"ours": {}, "padded": {"remove_padding": False}}.items():
+        assert losses(name, QLoRAKTOTrainer, exact, **arguments) == pytest.approx(expected, abs=1e-5)
+
+
+def test_what_kto_cannot_learn_from_is_said_before_anything_is_loaded(make, monkeypatch):
+    monkeypatch.setattr("qlora_rl.train.offline.open_run", lambda *_: pytest.fail("a run was begun"))
+    for fields, said in (
+        ({"per_device_train_batch_size": 1}, "per_device_train_batch_size=1"),
+        ({"train_sampling_strategy": "random"}, "train_sampling_strategy='random'"),
+    ):
+        with pytest.raises(ConfigConflictError, match=said):
+            make("kto", fields)
+    for rows, said in (
+        ([{"prompt": "1", "completion": "2", "label": "true"}], "label of row 0 is 'true'"),
+        ([{"prompt": "1", "completion": "2", "label": each} for each in (1, 0, 2)], "label of row 2 is 2"),
+        ([{"prompt": "1", "completion": "2"}], "no column label"),
+    ):
+        with pytest.raises(ConfigConflictError, match=said):
+            make("kto", train_dataset=Dataset.from_list(rows))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_run_directory_is_whole_and_its_adapter_is_the_trained_one(kind, make, base):
     with make(kind) as trainer:
@@ -213,7 +277,7 @@ def test_every_form_of_model_is_taken(kind, form, make, base, model_dir):
     start = bytes_of_the_base(trainer.model)
     trainer.train()
     assert_same(start, bytes_of_the_base(trainer.model))
-    if kind == "dpo":  # the reference of a PeftModel is its adapter as it came
+    if kind != "sft":  # the reference of a PeftModel is its adapter as it came
         assert lines(trainer.run.path)[0]["rewards/margins"] == pytest.approx(0.0, abs=1e-6)
 
 

@@ -11,10 +11,18 @@ from online_kinds import by_place
 from peft import LoraConfig
 from support import STEPS, tiny_training
 from support import make_model as tiny_model
-from trl import DPOConfig, SFTConfig
+from trl import DPOConfig, KTOConfig, SFTConfig
 from trl.trainer.utils import add_fused_lm_head
 
-from qlora_rl import ConfigConflictError, FakeEngine, QLoRADPOTrainer, QLoRASFTTrainer, load_base, prepare_base
+from qlora_rl import (
+    ConfigConflictError,
+    FakeEngine,
+    QLoRADPOTrainer,
+    QLoRAKTOTrainer,
+    QLoRASFTTrainer,
+    load_base,
+    prepare_base,
+)
 from qlora_rl.base.attention import attend as attention
 from qlora_rl.base.attention.choice import apply_attention
 from qlora_rl.train.scoring.padding import apply_padding, micro_batches, remove_padding
@@ -517,6 +525,7 @@ def test_a_reference_with_softcapped_attention_is_that_of_eager(softcapped, tmp_
         ("sft", {"loss_type": "dft"}),
         ("dpo", {}),
         ("dpo", {"loss_type": "ipo", "use_weighting": True}),
+        ("kto", {}),
     ],
 )
 def test_steps_from_data_end_with_the_same_adapter(steps, kind, fields, exact, tmp_path):
@@ -524,6 +533,7 @@ def test_steps_from_data_end_with_the_same_adapter(steps, kind, fields, exact, t
     trainer, config, rows = {
         "sft": (QLoRASFTTrainer, SFTConfig, SENTENCES),
         "dpo": (QLoRADPOTrainer, DPOConfig, PAIRS),
+        "kto": (QLoRAKTOTrainer, KTOConfig, PAIRS),
     }[kind]
 
     def make(directory, **arguments):

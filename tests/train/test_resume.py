@@ -152,7 +152,7 @@ def test_a_finished_run_does_no_step_more_until_it_is_made_longer(base, tmp_path
     assert not (tmp_path / "checkpoint-4").exists()  # the intervals are the new ones, not the checkpoint's
 
 
-@pytest.mark.parametrize("kind", ["sft", "dpo"])
+@pytest.mark.parametrize("kind", ["sft", "dpo", "kto"])
 def test_a_training_without_an_engine_goes_on_too(kind, base, tmp_path):
     from test_offline import KINDS
 

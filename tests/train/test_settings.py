@@ -396,6 +396,7 @@ def test_without_a_config_a_trainer_runs_on_the_processor_that_there_is(
     for name, arguments in {
         "GRPO": online, "RLOO": online, "OnlineDPO": online, "AsyncGRPO": online,
         "SFT": {"train_dataset": pairs.select_columns(["prompt", "completion"])}, "DPO": {"train_dataset": pairs},
+        "KTO": {"train_dataset": pairs.select_columns(["prompt", "chosen", "rejected"])},
     }.items():  # fmt: skip
         with getattr(qlora_rl, f"QLoRA{name}Trainer")(base, peft_config=lora, **arguments) as trainer:
             assert trainer.args.use_cpu == (not torch.cuda.is_available()), name

@@ -7,10 +7,12 @@ import os
 from typing import Any
 
 from qlora_rl.errors import QloraRLError
+from qlora_rl.memory.methods import OFFLINE
 
 _CONFIGS = {
     "sft": ("trl", "SFTConfig"),
     "dpo": ("trl", "DPOConfig"),
+    "kto": ("trl", "KTOConfig"),
     "grpo": ("trl", "GRPOConfig"),
     "rloo": ("trl", "RLOOConfig"),
     "online_dpo": ("trl.experimental.online_dpo", "OnlineDPOConfig"),
@@ -28,7 +30,9 @@ def config_class(method: str) -> type:
 def contradictions(method: str, args: Any, rollout: Any) -> list[str]:
     """What the trainer of a method would reject in its config, before it is made."""
     found = [f"report_to: {why}" for name in args.report_to or () if (why := _why_no_reporter(name))]
-    if method in ("sft", "dpo"):
+    if method == "kto":
+        found += kto_contradictions(args)
+    if method in OFFLINE:
         return found
     from qlora_rl.train.setup import settings
 
@@ -37,6 +41,35 @@ def contradictions(method: str, args: Any, rollout: Any) -> list[str]:
     except QloraRLError as error:
         found += error.reasons
     return found
+
+
+def kto_contradictions(args: Any) -> list[str]:
+    """What TRL's KTOTrainer finds in its config when the model is loaded already."""
+    if args.loss_type == "apo_zero_unpaired":
+        return []
+    found, way = [], "or use loss_type='apo_zero_unpaired', which has no KL"
+    if args.per_device_train_batch_size < 2:
+        found.append(
+            f"per_device_train_batch_size={args.per_device_train_batch_size}: KTO pairs each prompt with the "
+            f"completion of another row of its micro-batch to measure a KL. Use 2 or more, {way}"
+        )
+    if args.train_sampling_strategy != "sequential":
+        found.append(
+            f"train_sampling_strategy={str(args.train_sampling_strategy)!r}: KTO measures its KL over neighbouring "
+            f"rows. Leave it out, {way}"
+        )
+    return found
+
+
+def mixed_completions(dataset: Any, seed: int) -> Any:
+    """Rows for KTO, which TRL takes in their order: pairs are taken apart, and all rows are shuffled; `None` stays."""
+    if dataset is None:
+        return None
+    from trl.data_utils import maybe_extract_prompt, unpair_preference_dataset
+
+    if {"chosen", "rejected"} <= set(dataset.column_names):
+        dataset = unpair_preference_dataset(dataset.map(maybe_extract_prompt))
+    return dataset.shuffle(seed=seed)
 
 
 def _why_no_reporter(name: str) -> str:

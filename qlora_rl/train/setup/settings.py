@@ -272,7 +272,7 @@ def check_datasets(*datasets: Any, why: str = "this trainer takes text prompts o
     Raises:
         NotYetSupportedError: names the columns.
     """
-    columns = {name for part in _parts(datasets) for name in (getattr(part, "column_names", None) or [])}
+    columns = {name for part in parts(datasets) for name in (getattr(part, "column_names", None) or [])}
     found = sorted(columns & {"image", "images"})
     if found and why:
         reject_images(found, why)
@@ -287,7 +287,7 @@ def check_prompts(args: Any, *datasets: Any) -> None:
         ConfigConflictError: names the columns that there are, the row without a prompt, or columns that reward
             functions cannot be given.
     """
-    for part in _parts(datasets):
+    for part in parts(datasets):
         columns = getattr(part, "column_names", None)
         taken = [name for name in OF_REWARDS if name in (columns or ()) and name != "environments"]
         if taken and not args.remove_unused_columns:
@@ -322,7 +322,7 @@ def check_ids(rows: int, *datasets: Any) -> None:
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    for part in _parts(datasets):
+    for part in parts(datasets):
         columns = getattr(part, "column_names", None) or ()
         for name, least in {"input_ids": 0, "labels": -100}.items():  # which the loss leaves out
             if name not in columns or not (hasattr(part, "select_columns") and hasattr(part, "__len__")):
@@ -351,7 +351,7 @@ def check_template(processing_class: Any, *datasets: Any) -> None:
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     if getattr(processing_class, "chat_template", None) or getattr(tokenizer, "chat_template", None):
         return
-    for part in _parts(datasets):
+    for part in parts(datasets):
         if hasattr(part, "__len__") and len(part) and _is_talk(part[0].get("prompt")):
             raise ConfigConflictError(
                 "reading the dataset: its prompts are messages, and the base has no chat template. Pass text prompts, "
@@ -364,7 +364,7 @@ def rendered(dataset_kwargs: Any, *datasets: Any) -> list[Any]:
     `dataset_kwargs` say so."""
     if isinstance(dataset_kwargs, Mapping) and dataset_kwargs.get("skip_prepare_dataset"):
         return []
-    return [part for part in _parts(datasets) if "input_ids" not in (getattr(part, "column_names", None) or ())]
+    return [part for part in parts(datasets) if "input_ids" not in (getattr(part, "column_names", None) or ())]
 
 
 def check_messages(
@@ -382,7 +382,7 @@ def check_messages(
     Raises:
         ConfigConflictError: names the row, and what the template says.
     """
-    for part in _parts(datasets):
+    for part in parts(datasets):
         if not hasattr(part, "__len__"):
             continue
         seen = set()
@@ -454,7 +454,7 @@ def why_no_step(args: Any, dataset: Any) -> str:
     )
 
 
-def _parts(datasets: Sequence[Any]) -> list[Any]:
+def parts(datasets: Sequence[Any]) -> list[Any]:
     """`None` is left out, and of a dictionary all values are there."""
     return [part for d in datasets if d is not None for part in (d.values() if isinstance(d, dict) else [d])]
 
