@@ -60,7 +60,7 @@ run demo --steps 5 --quiet --out demo
 cp -r "$root/examples" examples
 "$python" examples/grpo.py --steps 2 --out example > example.txt
 "$python" -m qlora_rl.demo.tiny_model tiny > /dev/null
-for method in grpo async sft dpo; do
+for method in grpo async sft dpo kto distill; do
   run train "examples/$method.toml" --set base.model=tiny --set train.max_steps=2 --set "run.dir=$method"
   test -f "$method/adapter/adapter_model.safetensors"
 done

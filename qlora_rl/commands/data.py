@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from qlora_rl.commands.codes import ranged
 from qlora_rl.contracts import IMAGES
+from qlora_rl.data.rows import TEACHER_COLUMN
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.stages import begin, count
 
@@ -52,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         args = trl_config(config)
     begin("reading the data")
     tokenizer = load_tokenizer(config)
-    loaded = load_data(config.data, has_template_field=hasattr(args, TEMPLATE_COLUMN))
+    loaded = load_data(config.data, has_template_field=hasattr(args, TEMPLATE_COLUMN), teacher=config.teacher)
     if config.data.format == "chat":
         check_talks(config, tokenizer, *loaded)
     begin("")
@@ -126,7 +127,7 @@ def _ids(
 
     if name == "input_ids":
         return list(value)
-    if name == "prompt" or isinstance(value, str):
+    if name in ("prompt", TEACHER_COLUMN) or isinstance(value, str):
         return token_ids(encode(tokenizer, with_images(value, images) if images else value, **given))
     try:
         made = tokenizer.apply_chat_template(list(value), tokenize=True, return_dict=True, **given)
@@ -141,6 +142,8 @@ def _ids(
 
 def _shown(tokenizer: Any, row: Mapping[str, Any], given: Mapping[str, Any], samples: bool) -> Iterator[str]:
     sequences = _sequences(row, samples)
+    if row.get(TEACHER_COLUMN) is not None:
+        sequences[TEACHER_COLUMN] = row[TEACHER_COLUMN]
     for name, value in sequences.items():
         ids = _ids(tokenizer, name, value, given, row.get(IMAGES))
         yield f"  {name}, {len(ids)} tokens:"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from qlora_rl.train.run import RunLog
 
 # Those of `config.schema.METHODS`, which parsing does not import; a test compares them.
-METHODS = ("sft", "dpo", "grpo", "rloo", "online_dpo", "async_grpo")
+METHODS = ("sft", "dpo", "kto", "grpo", "rloo", "online_dpo", "async_grpo", "distill")
 
 
 def add(commands: Any) -> None:

@@ -15,7 +15,7 @@ from qlora_rl.base.hub import missing_path
 from qlora_rl.config import rewards
 from qlora_rl.config.findings import Finding, choices, elsewhere, misfit, nearest, show, words
 from qlora_rl.config.paths import all_uses, split_reward
-from qlora_rl.config.schema import ALIASES, KINDS, TABLES, TRAIN, Reward, RunConfig, Table, options
+from qlora_rl.config.schema import ALIASES, KINDS, TABLES, TEACHERS, TRAIN, Reward, RunConfig, Table, options
 from qlora_rl.config.trl_fields import LIMITS
 from qlora_rl.data.files import DATA_FILES, check_files, is_file, not_utf8
 from qlora_rl.data.rows import placeholders
@@ -28,8 +28,11 @@ _OTHER_METHODS = {
     "dr_grpo": "'grpo' with [train] loss_type = 'dr_grpo'",
     "gspo": "'grpo' with [train] importance_sampling_level = 'sequence'",
     "ipo": "'dpo' with [train] loss_type = ['ipo']",
-    "kto": "'dpo', which needs pairs",
     "orpo": "'dpo'",
+    "gkd": "'distill', with [teacher]",
+    "opd": "'distill', with [teacher]",
+    "sdft": "'distill' with [teacher] adapter = 'policy' and what else it reads",
+    "sdpo": "'distill' with [teacher] adapter = 'policy' and what else it reads",
     "simpo": "'dpo'",
 }
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -170,6 +173,13 @@ def _look_at_adapter(value: str) -> list[str]:
     return [f"{value} holds no adapter_config.json, and no adapter/ of a run"]
 
 
+def _look_at_teacher(value: str) -> list[str]:
+    if value in TEACHERS:
+        return []
+    hint = nearest(os.path.basename(value), TEACHERS)
+    return [f"{wrong}, and is neither 'none' nor 'policy'{hint}" for wrong in _look_at_adapter(value)]
+
+
 def _look_at_where(value: str | list[str]) -> list[str]:
     urls = [value] if isinstance(value, str) else value
     if not urls:
@@ -238,5 +248,6 @@ _LOOKS: Mapping[str, Callable[[Any], list[str]]] = {
     "file": _look_at_key,
     "where": _look_at_where,
     "adapter": _look_at_adapter,
+    "teacher": _look_at_teacher,
     "text": _look_at_text,
 }

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from qlora_rl.config.findings import Finding, show
 from qlora_rl.config.rewards import column_of
-from qlora_rl.config.schema import METHODS, SAMPLING, TABLES, Adapter, RunConfig, Table, applies, options
+from qlora_rl.config.schema import METHODS, TABLES, TAUGHT, WHOLE, Adapter, RunConfig, Table, applies, options
 from qlora_rl.data.files import is_file, known_columns
 from qlora_rl.data.known import check_subset
-from qlora_rl.data.load import column_problems, columns_after
+from qlora_rl.data.load import column_problems, columns_after, teacher_problems
 
 _ENGINE = ("base_compute", "max_num_seqs", "kv_cache_gib", "enforce_eager", "enable_prefix_caching", "vllm")
 _TABLES = tuple(name for name in TABLES if name != "rewards")
@@ -73,14 +73,46 @@ _RULES = (
     _Rule(
         "adapter",
         ("kind",),
-        lambda c: c.adapter.kind == "none" and c.method not in ("", *SAMPLING),
+        lambda c: c.adapter.kind == "none" and c.method not in ("", *WHOLE),
         "method = {c.method!r} trains adapters only. Use kind = 'lora'",
     ),
     _Rule(
         "adapter",
         ("kind",),
-        lambda c: c.adapter.kind == "none" and c.method in ("", *SAMPLING) and c.sync.how != "weights",
+        lambda c: c.adapter.kind == "none" and c.method in ("", *WHOLE) and c.sync.how != "weights",
         "with 'none' all weights are trained and have to be synced. Set [sync] how = 'weights'",
+    ),
+    _Rule(
+        "teacher",
+        ("adapter",),
+        lambda c: c.teacher.model is not None,
+        "is the student's base, and model names another teacher. Remove one of them",
+    ),
+    _Rule(
+        "teacher",
+        ("adapter",),
+        lambda c: (c.teacher.adapter == "policy" or (c.teacher.adapter == "none" and c.adapter.start_from is None))
+        and not c.teacher.has_prompt,
+        "{c.teacher.adapter!r} says what the student says, and nothing can be learned. Give it more to read: prompt, "
+        "prompt_template or system_prompt",
+    ),
+    _Rule(
+        "teacher",
+        ("quant",),
+        lambda c: c.teacher.model is None,
+        "is that of model, and there is none. Remove it",
+    ),
+    _Rule(
+        "teacher",
+        ("prompt_template",),
+        lambda c: c.teacher.prompt is not None,
+        "makes what the teacher reads, and prompt names it, too. Remove one of them",
+    ),
+    _Rule(
+        "teacher",
+        ("system_prompt",),
+        lambda c: c.data.format == "plain",
+        "a plain prompt is not rendered by a chat template. Set [data] format = 'chat', or use prompt_template",
     ),
     _Rule(
         "run",
@@ -223,6 +255,12 @@ def _of_method(config: RunConfig) -> Iterator[Finding]:
                 methods = ", ".join(known[name]["methods"])
                 text = f"belongs to {methods}, not to method = '{config.method}'. Remove it"
                 yield Finding(f"[{table}] {name}", text)
+    if config.method in TAUGHT and config.teacher.adapter is config.teacher.model is None:
+        yield Finding(
+            "[teacher]",
+            f"is missing: method = '{config.method}' learns from a teacher. Write [teacher] and adapter (a run, 'none' "
+            "or 'policy'), or model",
+        )
     scores = METHODS[config.method].scores
     if config.rewards and not scores:
         yield Finding("[[rewards]]", f"method = '{config.method}' scores no completions. Remove this table")
@@ -243,8 +281,9 @@ def _columns(config: RunConfig) -> Iterator[Finding]:
         there = known_columns(files)
         if there is None:
             continue
-        problems = column_problems(data, there)
-        yield from (Finding(f"[data] {field}", f"{place}: {text}") for field, text in problems)
+        problems = [(f"[data] {field}", text) for field, text in column_problems(data, there)]
+        problems += [(f"[teacher] {field}", text) for field, text in teacher_problems(config.teacher, data, there)]
+        yield from (Finding(field, f"{place}: {text}") for field, text in problems)
         if problems:
             continue
         after = sorted(columns_after(data, there))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from qlora_rl.config.findings import words
-from qlora_rl.config.schema import METHODS, TABLES, TRAIN, Method, Reward, Table, applies, options
+from qlora_rl.config.schema import METHODS, TABLES, TRAIN, Method, Reward, Table, Teacher, applies, options
 from qlora_rl.config.write import value
 from qlora_rl.contracts import LEARNING_RATES
 
@@ -20,6 +20,7 @@ _GROUPS: dict[str, tuple[Any, str]] = {
 _FIRST: dict[str, dict[str, tuple[Any, str]]] = {
     "sft": {"max_length": (1024, "tokens; longer rows are cut")},
     "dpo": {"max_length": (1024, "tokens; longer rows are cut"), "beta": (0.1, "how close to the start")},
+    "kto": {"max_length": (1024, "tokens; longer rows are cut"), "beta": (0.1, "how close to the start")},
     "grpo": _GROUPS,
     "rloo": _GROUPS,
     "async_grpo": _GROUPS,
@@ -27,9 +28,20 @@ _FIRST: dict[str, dict[str, tuple[Any, str]]] = {
         "max_new_tokens": (256, "of a completion"),
         "max_length": (1024, "prompt plus completion, in tokens"),
     },
+    "distill": {
+        **{name: each for name, each in _GROUPS.items() if name != "num_generations"},
+        "beta": (1.0, "1: reverse KL, 0: forward KL, between: Jensen-Shannon"),
+    },
 }
-# examples/data/sums.jsonl has prompt, answer and careless.
-_RENAMED = {"sft": {"completion": "answer"}, "dpo": {"chosen": "answer", "rejected": "careless"}}
+# What a field begins with, as examples/data/sums.jsonl has prompt, answer and careless.
+_PAIR = {"chosen": "answer", "rejected": "careless"}
+_SAID: dict[tuple[str, str], Any] = {
+    ("sft", "columns"): {"completion": "answer"},
+    ("dpo", "columns"): _PAIR,
+    ("kto", "columns"): _PAIR,
+    ("distill", "adapter"): "policy",
+    ("distill", "prompt_template"): "{prompt}{answer}\n{prompt}",
+}
 
 
 def markdown() -> str:
@@ -84,8 +96,8 @@ def _lines(method: str, table: type[Table]) -> Iterator[str]:
         shown, comment = known.get("default"), "# " if "default" in known else ""
         if shown in (None, [], {}):
             shown = known["example"]
-        if name == "columns" and method in _RENAMED:
-            comment, shown = "", _RENAMED[method]
+        if (method, name) in _SAID and (name != "prompt_template" or table is Teacher):
+            comment, shown = "", _SAID[method, name]
         yield f"{comment}{name} = {value(shown)}  # {known['description']}"
 
 

@@ -18,13 +18,14 @@ from qlora_rl.config.directories import RESOLVED, source_line, source_of
 from qlora_rl.config.paths import all_uses, split_reward
 from qlora_rl.config.read import resolved_toml
 from qlora_rl.config.rewards import digest, load_reward, tell_program_tests
-from qlora_rl.config.schema import METHODS, PLANNED, REPLAYING, SCORED, RunConfig
+from qlora_rl.config.schema import METHODS, PLANNED, REPLAYING, SCORED, TAUGHT, RunConfig
 from qlora_rl.config.trl_fields import make_args
 from qlora_rl.config.write import value
 from qlora_rl.contracts import IMAGES
 from qlora_rl.data.calibration import calibration_rows
 from qlora_rl.data.files import is_file, known_columns
 from qlora_rl.data.load import TEMPLATE_COLUMN, columns_after, load_data
+from qlora_rl.data.rows import TEACHER_COLUMN
 from qlora_rl.distributed import join, ranks
 from qlora_rl.errors import AdapterRejectedError, ConfigConflictError, NotYetSupportedError, collected
 from qlora_rl.stages import begin
@@ -61,6 +62,7 @@ def launch(config: RunConfig, begun: Callable[[Path], None] = lambda directory: 
         NotYetSupportedError: this version has no trainer for the method, or does not train such models.
     """
     from qlora_rl.train.metrics.rewards import check_signature
+    from qlora_rl.train.setup.methods import mixed_completions
     from qlora_rl.train.setup.tools import ENVIRONMENT_COLUMN, load_tools
 
     trainer_class = find_trainer(config.method)
@@ -69,7 +71,10 @@ def launch(config: RunConfig, begun: Callable[[Path], None] = lambda directory: 
     tools = load_tools(config.tools.use or [], config.environment.use)
     args = trl_config(config)
     begin("reading the data")
-    train, held_out = load_data(config.data, has_template_field=hasattr(args, TEMPLATE_COLUMN))
+    has_field = hasattr(args, TEMPLATE_COLUMN)
+    train, held_out = load_data(config.data, has_template_field=has_field, teacher=config.teacher)
+    if config.method == "kto":
+        train, held_out = (mixed_completions(rows, config.run.seed) for rows in (train, held_out))
     if config.data.images is not None:
         check_image_counts(config, train, held_out)
     # Before the base is made: is there a template, and does it know tools and these messages?
@@ -103,6 +108,7 @@ def launch(config: RunConfig, begun: Callable[[Path], None] = lambda directory: 
         **({"reward_funcs": rewards} if rewards else {}),
         **tools,
         **trainer_arguments(config),
+        **({"teacher_model": make_teacher(config).path} if config.teacher.model is not None else {}),
     }
     out = Path(config.run.dir)
     for each in changed_files(config, out) if config.run.existing == "resume" else []:
@@ -213,6 +219,9 @@ def check_talks(config: RunConfig, tokenizer: Any, *datasets: Any) -> None:
         is_online = METHODS[config.method].samples
         if config.method == "sft":
             datasets = (*rendered(config.train.get("dataset_kwargs"), *datasets),)
+        if config.teacher.has_prompt:  # what the teacher reads is a prompt, too
+            read = (rows.select_columns([TEACHER_COLUMN]) for rows in datasets if rows is not None)
+            datasets = (*datasets, *(rows.rename_column(TEACHER_COLUMN, "prompt") for rows in read))
         check_messages(tokenizer, *datasets, given=config.data.chat_template_kwargs, is_online=is_online)
 
 
@@ -235,7 +244,7 @@ def check_rows(config: RunConfig) -> bool:
             raise
         return False
     few = data.model_copy(update={"limit": min(data.limit or _LOOKED_AT, _LOOKED_AT)})
-    check_talks(config, tokenizer, *load_data(few, has_template_field=True))
+    check_talks(config, tokenizer, *load_data(few, has_template_field=True, teacher=config.teacher))
     return True
 
 
@@ -357,6 +366,11 @@ def trainer_arguments(config: RunConfig) -> dict[str, Any]:
         found["remove_padding"] = config.run.remove_padding
     if config.method in REPLAYING:
         found["routing_replay"] = config.run.routing_replay
+    if config.method in TAUGHT:
+        found |= {
+            "teacher_adapter": config.teacher.adapter,
+            "teacher_prompt": TEACHER_COLUMN if config.teacher.has_prompt else None,
+        }
     if config.method == "async_grpo":
         found |= {"max_staleness": config.rollout.max_staleness, "rollout_threads": config.rollout.rollout_threads}
     if not METHODS[config.method].samples:
@@ -451,6 +465,18 @@ def make_base(config: RunConfig) -> PreparedBase:
         revision=held.revision,
         trust_remote_code=held.trust_remote_code,
         calibrate=calibration_rows(held.calibrate) if isinstance(held.calibrate, str) else held.calibrate,
+    )
+
+
+def make_teacher(config: RunConfig) -> PreparedBase:
+    """The second model of [teacher], prepared where it is not yet."""
+    from qlora_rl.base.checkpoint import prepare_base
+
+    return prepare_base(
+        config.teacher.model,
+        config.teacher.quant,
+        compute_dtype=config.base.compute_dtype,
+        trust_remote_code=config.base.trust_remote_code,
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from qlora_rl.config.schema import TABLES, Table, options
+from qlora_rl.config.schema import TABLES, TEACHERS, Table, options
 from qlora_rl.data.files import is_file, looks_like_path
 
 
@@ -59,7 +59,7 @@ def _anchor(kind: str, value: Any, root: Path) -> Any:
         return value
     if kind == "out":
         return _absolute(value, Path.cwd())
-    if kind in ("path", "file", "text", "adapter"):
+    if kind in ("path", "file", "text", "adapter") or (kind == "teacher" and value not in TEACHERS):
         return _absolute(value, root)
     if kind == "data":
         return _absolute(value, root) if is_file(value) or os.path.exists(root / value) else value

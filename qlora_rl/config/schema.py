@@ -47,6 +47,13 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         "dpo": Method(
             "QLoRADPOTrainer", "learns which of two completions is better", False, False, (("chosen", "rejected"),)
         ),
+        "kto": Method(
+            "QLoRAKTOTrainer",
+            "learns from completions that are good or bad",
+            False,
+            False,
+            (("prompt", "completion", "label"), ("chosen", "rejected")),
+        ),
         "grpo": Method("QLoRAGRPOTrainer", "samples a group per prompt, rewards it", True, True, (("prompt",),)),
         "rloo": Method(
             "QLoRARLOOTrainer", "as grpo, with the others of the group as baseline", True, True, (("prompt",),)
@@ -57,6 +64,13 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         "async_grpo": Method(
             "QLoRAAsyncGRPOTrainer", "as grpo, while the next completions are sampled", True, True, (("prompt",),)
         ),
+        "distill": Method(
+            "QLoRADistillationTrainer",
+            "samples one per prompt, learns what a teacher says there",
+            True,
+            False,
+            (("prompt",),),
+        ),
     }
 )
 SAMPLING = tuple(name for name, method in METHODS.items() if method.samples)
@@ -64,7 +78,10 @@ CALLING = ("grpo", "async_grpo")  # TRL's trainers of these take tools and envir
 SEEING = ("sft", "dpo", "grpo", "rloo")  # take images
 PLANNED = ("grpo", "rloo", "async_grpo")  # their memory is planned
 REPLAYING = ("grpo", "rloo")  # follow the experts that the engine chose
-SCORED = tuple(name for name in METHODS if name != "online_dpo")  # by TRL's fused head
+SCORED = tuple(name for name in METHODS if name not in ("online_dpo", "distill"))  # by TRL's fused head
+TAUGHT = ("distill",)
+WHOLE = tuple(name for name in SAMPLING if name not in TAUGHT)  # may train all weights
+TEACHERS = ("none", "policy")  # words of [teacher] adapter; anything else is a directory
 
 
 class Table(BaseModel):
@@ -85,9 +102,9 @@ def option(
     Args:
         says: what it does, one line.
         default: without one it must be given.
-        kind: of what it names: "path", "file", "text", "adapter", "out" (made absolute), "model", "data" (a path, or a
-            name on the hub), "reward", "function" ("path.py:name"), "where", "template", "patterns", or "" for a plain
-            value.
+        kind: of what it names: "path", "file", "text", "adapter", "out" (made absolute), "teacher" (so, but for a
+            word), "model", "data" (a path, or a name on the hub), "reward", "function" ("path.py:name"), "where",
+            "template", "patterns", or "" for a plain value.
         methods: the only methods that know it; empty for all.
         example: for the file to start from.
         bounds: of a number, by pydantic's names: ge, gt, le, lt.
@@ -129,7 +146,7 @@ class Adapter(Table):
     """What is trained; the fields of PEFT's `LoraConfig`, and three of ours."""
 
     kind: Literal["lora", "none"] = option(
-        "`none` trains all weights of a base with quant = 'none' (methods that sample)",
+        "`none` trains all weights of a base with quant = 'none' (methods that sample, but for distill)",
         "lora",
     )
     start_from: str | None = option(
@@ -198,7 +215,7 @@ class Data(Table):
     chat_template_kwargs: dict[str, Any] = option(
         "additional arguments for the chat template (chat)",
         {},
-        methods=("sft", "dpo", "grpo", "rloo", "async_grpo"),
+        methods=("sft", "dpo", "kto", "grpo", "rloo", "async_grpo", "distill"),
         example={"enable_thinking": False},
     )
     images: str | None = option(
@@ -222,6 +239,46 @@ class Reward(Table):
     )
     weight: float = option("weight of this reward in the sum", 1.0)
     arguments: dict[str, Any] = option("additional arguments for the function", {}, example={"column": "answer"})
+
+
+class Teacher(Table):
+    """Who says at each token what it would have said: the same base, held once, or a second model."""
+
+    adapter: str | None = option(
+        "on the student's base: `none`, `policy` (the student as it is), or the directory of an adapter or run",
+        None,
+        kind="teacher",
+        methods=TAUGHT,
+        example="runs/longer",
+    )
+    model: str | None = option(
+        "a second model in this process, with the student's tokens: as [base] model",
+        None,
+        kind="model",
+        methods=TAUGHT,
+        example="Qwen/Qwen3-8B",
+    )
+    quant: Literal["nf4", "fp4", "none"] = option("how that model is quantised", "nf4", methods=TAUGHT)
+    prompt: str | None = option(
+        "column with what it reads in place of `prompt`, such as a prompt with a hint",
+        None,
+        methods=TAUGHT,
+        example="hinted",
+    )
+    prompt_template: str | None = option(
+        "builds that from other columns", None, kind="template", methods=TAUGHT, example="{prompt} (It is {answer}.)"
+    )
+    system_prompt: str | None = option(
+        "system message of what it reads (chat); by default that of [data]",
+        None,
+        methods=TAUGHT,
+        example="Answer in one word.",
+    )
+
+    @property
+    def has_prompt(self) -> bool:
+        """It reads something else than the student."""
+        return any(each is not None for each in (self.prompt, self.prompt_template, self.system_prompt))
 
 
 class Tools(Table):
@@ -367,11 +424,12 @@ class RunConfig(Table):
         train: fields of TRL's config of the method.
     """
 
-    method: Literal["sft", "dpo", "grpo", "rloo", "online_dpo", "async_grpo"]
+    method: Literal["sft", "dpo", "kto", "grpo", "rloo", "online_dpo", "async_grpo", "distill"]
     base: Base
     adapter: Adapter = Adapter()
     data: Data
     rewards: list[Reward] = []
+    teacher: Teacher = Teacher()
     tools: Tools = Tools()
     environment: Environment = Environment()
     rollout: Rollout = Rollout()
@@ -387,6 +445,7 @@ TABLES: Mapping[str, type[Table]] = MappingProxyType(
         "adapter": Adapter,
         "data": Data,
         "rewards": Reward,
+        "teacher": Teacher,
         "tools": Tools,
         "environment": Environment,
         "rollout": Rollout,
@@ -415,6 +474,9 @@ ALIASES: Mapping[str, str] = MappingProxyType(
         "dataset": "[data] train",
         "dataset_name": "[data] train",
         "reward_funcs": "[[rewards]] use",
+        "teacher_model": "[teacher] model",
+        "teacher_adapter": "[teacher] adapter",
+        "teacher_prompt": "[teacher] prompt",
         "environment_factory": "[environment] use",
         "load_in_4bit": "[base] quant",
         "output_dir": "[run] dir",
@@ -423,6 +485,11 @@ ALIASES: Mapping[str, str] = MappingProxyType(
         "resume": "[run] existing",
         "seed": "[run] seed",
         "strategy": "[sync] how",
+        # [teacher] has these, too.
+        "model": "[base] model",
+        "quant": "[base] quant",
+        "prompt_template": "[data] prompt_template",
+        "system_prompt": "[data] system_prompt",
     }
 )
 
@@ -448,6 +515,9 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
         "reward_weights": "[[rewards]] weight",
         "reward_model_path": "[[rewards]] use",
         "judge": "[[rewards]] use",
+        "teacher_model_name_or_path": "[teacher] model",
+        "teacher_model_revision": "[teacher] model",
+        "teacher_model_init_kwargs": "[teacher]",
         "use_vllm": "[rollout] where",
         "vllm_mode": "[rollout] where",
         "vllm_server_base_url": "[rollout] where",

@@ -20,7 +20,15 @@ from qlora_rl.data.files import (
     csv_columns,
     is_file,
 )
-from qlora_rl.data.rows import as_conversation, check_filling, extracted, filled, placeholders, stored_image
+from qlora_rl.data.rows import (
+    TEACHER_COLUMN,
+    as_conversation,
+    check_filling,
+    extracted,
+    filled,
+    placeholders,
+    stored_image,
+)
 from qlora_rl.errors import ConfigConflictError, collected
 from qlora_rl.image_io import read_image
 
@@ -34,21 +42,23 @@ TEMPLATE_COLUMN = "chat_template_kwargs"
 _SUBSETS = re.compile(r"available configs: \[(.+)\]")
 
 
-def load_data(data: Data, *, has_template_field: bool = False) -> tuple[Any, Any]:
+def load_data(data: Data, *, has_template_field: bool = False, teacher: Any = None) -> tuple[Any, Any]:
     """The dataset to train on and the one to evaluate on (`None` where there is none), with the columns as asked.
 
     Args:
         data: the table.
         has_template_field: TRL's config of the method takes `chat_template_kwargs`; otherwise TRL reads them in a
             column.
+        teacher: the table [teacher]; a prompt of its own becomes the column `teacher_prompt`.
 
     Raises:
         ConfigConflictError: a dataset cannot be read; names it.
     """
-    return _shaped(read_rows(data), data, has_template_field, data.train), load_eval(data, has_template_field)
+    train = _shaped(read_rows(data), data, has_template_field, data.train, teacher)
+    return train, load_eval(data, has_template_field, teacher)
 
 
-def load_eval(data: Data, has_template_field: bool = True) -> Any:
+def load_eval(data: Data, has_template_field: bool = True, teacher: Any = None) -> Any:
     """The dataset to evaluate on, with the columns as asked; `None` where there is none.
 
     Raises:
@@ -61,6 +71,7 @@ def load_eval(data: Data, has_template_field: bool = True) -> Any:
         data,
         has_template_field,
         data.eval,
+        teacher,
     )
 
 
@@ -128,6 +139,18 @@ def column_problems(data: Data, there: Sequence[str]) -> list[tuple[str, str]]:
             for new, old in data.columns.items()
             if new in there and new not in olds
         ),
+    ]
+
+
+def teacher_problems(teacher: Any, data: Data, there: Sequence[str]) -> list[tuple[str, str]]:
+    """What fields of [teacher] ask of columns, after those of [data], that a dataset does not have."""
+    after, asked = columns_after(data, there), [("prompt", teacher.prompt)]
+    with contextlib.suppress(ValueError):  # it is no template, which is said
+        asked += [("prompt_template", name) for name in placeholders(teacher.prompt_template or "")]
+    return [
+        (field, f"there is no column {name!r}; there are {', '.join(sorted(after))}")
+        for field, name in asked
+        if name is not None and name not in after
     ]
 
 
@@ -224,7 +247,7 @@ def _without_log() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
-def _shaped(dataset: Any, data: Data, has_template_field: bool, files: str | list[str]) -> Any:
+def _shaped(dataset: Any, data: Data, has_template_field: bool, files: str | list[str], teacher: Any = None) -> Any:
     if problems := column_problems(data, dataset.column_names):
         raise collected(
             "loading the data", [f"[data] {field}: {text}" for field, text in problems], ConfigConflictError
@@ -234,7 +257,7 @@ def _shaped(dataset: Any, data: Data, has_template_field: bool, files: str | lis
     images = _images_of(dataset, data, files)
     if images is not None:
         dataset = dataset.remove_columns(images.column_names)
-    dataset = _with_columns(dataset, data, has_template_field)
+    dataset = _with_columns(dataset, data, has_template_field, teacher)
     if images is None:
         return dataset
     if IMAGES in dataset.column_names:
@@ -247,19 +270,31 @@ def _shaped(dataset: Any, data: Data, has_template_field: bool, files: str | lis
     return concatenate_datasets([dataset, images.rename_columns({images.column_names[0]: IMAGES})], axis=1)
 
 
-def _with_columns(dataset: Any, data: Data, has_template_field: bool) -> Any:
+def _filled_in(dataset: Any, template: str, column: str, table: str) -> Any:
+    """With a column that a template makes of others."""
+    wanted = placeholders(template)
+    for name in wanted:
+        for row, value in enumerate(dataset[name]):
+            check_filling(value, name, f"loading the data: [{table}] prompt_template: row {row}")
+    return dataset.map(lambda row: {column: filled(template, {name: row[name] for name in wanted})})
+
+
+def _with_columns(dataset: Any, data: Data, has_template_field: bool, teacher: Any) -> Any:
     if data.prompt_template is not None:
-        template, wanted = data.prompt_template, placeholders(data.prompt_template)
-        for name in wanted:
-            for row, value in enumerate(dataset[name]):
-                check_filling(value, name, f"loading the data: [data] prompt_template: row {row}")
-        dataset = dataset.map(lambda row: {"prompt": filled(template, {name: row[name] for name in wanted})})
+        dataset = _filled_in(dataset, data.prompt_template, "prompt", "data")
     if data.columns:
         dataset = dataset.rename_columns({old: new for new, old in data.columns.items()})
     for name, pattern in data.extract.items():
         values = extracted(dataset[name], name, re.compile(pattern))
         dataset = dataset.remove_columns(name).add_column(name, values)
-    return _as_chat(dataset, data, has_template_field) if data.format == "chat" else dataset
+    of_teacher = None
+    if teacher is not None and teacher.has_prompt:
+        of_teacher, asked = teacher.system_prompt, teacher.prompt or "prompt"
+        if teacher.prompt_template is not None:
+            dataset = _filled_in(dataset, teacher.prompt_template, TEACHER_COLUMN, "teacher")
+        elif asked != TEACHER_COLUMN:
+            dataset = dataset.map(lambda row: {TEACHER_COLUMN: row[asked]})
+    return _as_chat(dataset, data, has_template_field, of_teacher) if data.format == "chat" else dataset
 
 
 def _images_of(dataset: Any, data: Data, files: str | list[str]) -> Any:
@@ -311,11 +346,11 @@ def _checked_images(value: Any, root: Path | None, number: int) -> list[dict[str
     return found
 
 
-def _as_chat(dataset: Any, data: Data, has_template_field: bool) -> Any:
+def _as_chat(dataset: Any, data: Data, has_template_field: bool, of_teacher: str | None) -> Any:
     from pyarrow import ArrowException
 
     try:
-        messages: list[dict[str, Any]] = [dict(as_conversation(row, data.system_prompt)) for row in dataset]
+        messages: list[dict[str, Any]] = [dict(as_conversation(row, data.system_prompt, of_teacher)) for row in dataset]
     except (TypeError, ValueError, AttributeError) as error:
         raise ConfigConflictError(
             "loading the data: [data] format = 'chat': prompt, completion, chosen and rejected hold text or messages, "

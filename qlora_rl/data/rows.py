@@ -11,8 +11,16 @@ from typing import Any
 
 from qlora_rl.errors import ConfigConflictError
 
+# What a teacher reads in place of the prompt.
+TEACHER_COLUMN = "teacher_prompt"
 # Columns whose text one side of a conversation says.
-_SAID_BY = {"prompt": "user", "completion": "assistant", "chosen": "assistant", "rejected": "assistant"}
+_SAID_BY = {
+    "prompt": "user",
+    TEACHER_COLUMN: "user",
+    "completion": "assistant",
+    "chosen": "assistant",
+    "rejected": "assistant",
+}
 # The place that a template ends with, the blank lines before it, and the ends of lines after it.
 _LAST_PLACE = re.compile(r"\n*(\{[^{}]*\})(\n*)\Z")
 
@@ -75,13 +83,16 @@ def extracted(values: Sequence[Any], name: str, pattern: re.Pattern[str]) -> lis
     return [each for each in found if each is not None]
 
 
-def as_conversation(row: Mapping[str, Any], system_prompt: str | None = None) -> dict[str, list[dict[str, Any]]]:
+def as_conversation(
+    row: Mapping[str, Any], system_prompt: str | None = None, of_teacher: str | None = None
+) -> dict[str, list[dict[str, Any]]]:
     """The columns of a row that hold what is said, as lists of messages.
 
     Args:
         row: "prompt" (the user's turn), "completion", "chosen", "rejected" (the assistant's), as text or as messages;
             or "messages".
         system_prompt: first message, where a conversation does not begin with a system message of its own.
+        of_teacher: in place of it before what the teacher reads.
     """
     found = {
         name: [{"role": role, "content": row[name]}] if isinstance(row[name], str) else list(row[name])
@@ -95,6 +106,8 @@ def as_conversation(row: Mapping[str, Any], system_prompt: str | None = None) ->
         for name in ("messages", "prompt") if "prompt" in found or "messages" in found else ("chosen", "rejected"):
             if name in found:
                 found[name] = _under(system_prompt, found[name])
+    if TEACHER_COLUMN in found and (system := of_teacher or system_prompt) is not None:
+        found[TEACHER_COLUMN] = _under(system, found[TEACHER_COLUMN])
     return found
 
 

@@ -58,6 +58,19 @@ def test_the_async_example_runs(model_dir, tmp_path):
     assert [line["staleness_max"] for line in lines] == [0, 1, 1]
 
 
+def test_the_distill_example_runs_and_its_settled_copy_gives_the_same_numbers(model_dir, tmp_path):
+    small = [*SMALL, f"base.model={model_dir}", "adapter.r=8"]
+    first = train(ROOT / "examples" / "distill.toml", tmp_path / "run", *small)
+    second = train(tmp_path / "run" / "run.toml", tmp_path / "again")
+    for one, other in zip(first, second, strict=True):
+        assert one["loss"] > 1e-3
+        for name in ("loss", "grad_norm", "rollout_tokens", "mismatch_kl"):
+            assert one[name] == other[name], name
+    told = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert told["teacher"] == {"kind": "policy", "prompt": "teacher_prompt"}
+    assert told["base_held"]["copies"] == 1
+
+
 def test_the_command_rejects_before_it_loads_anything(model_dir, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("qlora_rl.config.launch.launch", lambda config: pytest.fail("it was launched"))
     command = ["train", str(ROOT / "examples" / "grpo.toml"), "--set", f"base.model={model_dir}"]

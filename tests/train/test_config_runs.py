@@ -1,4 +1,4 @@
-"""`qlora-rl train` without an engine: the SFT and DPO examples, and one after the other."""
+"""`qlora-rl train` without an engine: the SFT, DPO and KTO examples, and one after the other."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def tiny(model_dir):
     return [*SMALL, f"base.model={model_dir}"]
 
 
-@pytest.mark.parametrize("name", ["sft", "dpo"])
+@pytest.mark.parametrize("name", ["sft", "dpo", "kto"])
 def test_the_example_runs_and_its_settled_copy_gives_the_same_numbers(name, tiny, tmp_path):
     first = train(ROOT / "examples" / f"{name}.toml", tmp_path / "run", *tiny)
     second = train(tmp_path / "run" / "run.toml", tmp_path / "again")

@@ -23,6 +23,7 @@ from qlora_rl import (
     prepare_base,
 )
 from qlora_rl.base import writer
+from qlora_rl.train.setup.methods import mixed_completions
 
 SENTENCES = Dataset.from_list([{"text": f"{a}+{a}={2 * a}"} for a in range(10, 26)])
 PAIRS = Dataset.from_list(
@@ -217,6 +218,16 @@ def test_the_losses_of_kto_are_those_of_trls_trainer(fields, rows, model_dir, tm
     assert len(set(expected)) == 4
     for name, arguments in {"ours": {}, "padded": {"remove_padding": False}}.items():
         assert losses(name, QLoRAKTOTrainer, exact, **arguments) == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_run_of_a_file_mixes_good_and_bad_completions():
+    mixed = mixed_completions(PAIRS, 42)
+    assert set(mixed.column_names) == {"prompt", "completion", "label"}
+    known = {(row["prompt"], row[name], name == "chosen") for row in PAIRS for name in ("chosen", "rejected")}
+    assert {(row["prompt"], row["completion"], row["label"]) for row in mixed} == known
+    assert len(mixed) == len(known)
+    assert 2 <= sum(mixed["label"][:8]) <= 6  # of a micro-batch; of TRL's order all are good
+    assert mixed_completions(PAIRS, 42).to_list() == mixed.to_list() != mixed_completions(PAIRS, 1).to_list()
 
 
 def test_what_kto_cannot_learn_from_is_said_before_anything_is_loaded(make, monkeypatch):

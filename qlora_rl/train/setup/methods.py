@@ -17,6 +17,7 @@ _CONFIGS = {
     "rloo": ("trl", "RLOOConfig"),
     "online_dpo": ("trl.experimental.online_dpo", "OnlineDPOConfig"),
     "async_grpo": ("trl", "GRPOConfig"),  # ours is GRPO ahead of itself, not TRL's experimental trainer
+    "distill": ("trl", "DistillationConfig"),
 }
 
 
