@@ -106,7 +106,7 @@ def measure(trainer_logprobs_BT: torch.Tensor, engine_logprobs_BT: torch.Tensor,
         ess=float(ess),
         masked_share=1.0 - count / int(sampled.sum()),
         scaled_diff=float(scaled_differences(d, engine_logprobs_BT.double()[known]).mean()),
-        by_position=_by_position(delta_BT, known),
+        by_position=mean_by_position(delta_BT, known),
         tokens=count,
     )
 
@@ -164,13 +164,14 @@ def scaled_differences(d: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
     return (d.abs() / logprobs.abs().clamp(min=1.0)).clamp(max=_LARGEST)
 
 
-def _by_position(delta_BT: torch.Tensor, known_BT: torch.Tensor) -> tuple[float, ...]:
-    length = delta_BT.shape[1]
-    place_T = torch.arange(length, device=delta_BT.device) * POSITION_BINS // length
+def mean_by_position(values_BT: torch.Tensor, known_BT: torch.Tensor) -> tuple[float, ...]:
+    """Mean of |value| over each eighth of the T positions, first to last; NaN where none is known."""
+    length = values_BT.shape[1]
+    place_T = torch.arange(length, device=values_BT.device) * POSITION_BINS // length
     found = []
     for place in range(POSITION_BINS):
         here_BT = known_BT & (place_T == place)
-        found.append(float(delta_BT[here_BT].abs().mean()))  # NaN of none
+        found.append(float(values_BT[here_BT].abs().mean()))  # NaN of none
     return tuple(found)
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from .charts import Band, Line, Reference, draw_chart, smooth
 from .parts import Markup, section, tag
-from .quantities import share
-from .run import Run, summarise
+from .quantities import finite, share
+from .run import Run, end_window, summarise
 from .sentences import MISMATCH_BAR, choose_window
 
 
@@ -19,7 +19,9 @@ def draw_curves(runs: Sequence[Run], names: Sequence[str]) -> list[Markup]:
     accuracy."""
     if any(run.is_online for run in runs):
         own = [_draw_rewards_apart(runs[0]), _draw_dashboard(runs, names)]
-        first = _draw_loss if all(run.is_taught for run in runs) else _draw_reward
+        is_taught = all(run.is_taught for run in runs)
+        first = _draw_teacher if is_taught else _draw_reward
+        own += [_draw_teacher_by_place(runs[0])] if is_taught else []
         reward, *others = (draw(runs, names) for draw in (first, _draw_mismatch, _draw_ratio))
         own.insert(0, _draw_held_out(runs, names))
         return [reward, *(part for part in own if part is not None), *others]
@@ -152,6 +154,45 @@ def _draw_dashboard(runs: Sequence[Run], names: Sequence[str]) -> Markup | None:
 
 def _keys(run: Run) -> list[str]:
     return list(dict.fromkeys(key for record in run.metrics for key in record))
+
+
+_DIVERGENCES = {
+    0.0: "forward KL (teacher ‖ student)",
+    1.0: "reverse KL (student ‖ teacher)",
+}
+
+
+def _draw_teacher(runs: Sequence[Run], names: Sequence[str]) -> Markup:
+    """The divergence of each step; of a run that has not recorded it, the loss, which is its mean."""
+    column = "teacher_divergence" if all(run.values("teacher_divergence") for run in runs) else "loss"
+    kinds = {_DIVERGENCES.get(run.argument("beta"), "Jensen-Shannon divergence") for run in runs}
+    label = kinds.pop() if len(kinds) == 1 else "divergence"
+    title = "Teacher: how far the student is from it"
+    caption = (
+        f"{label[:1].upper() + label[1:]} over the tokens of each step, in nats per token: 0 where both expect the "
+        "same. Learning makes it fall." + _smoothing(runs, "mean")
+    )
+    return section(title, caption, _draw_curve(runs, names, column, fmean, title, "nats per token", "mean"))
+
+
+def _draw_teacher_by_place(run: Run) -> Markup | None:
+    """The divergence in each eighth of the completions, at the first and at the last steps."""
+    column = "teacher_divergence_by_position"
+    known = [each for record in run.metrics if isinstance(each := record.get(column), list) and each]
+    if len(known) < 2 or len({len(each) for each in known}) > 1:
+        return None
+    window, title = end_window(len(known)), "Teacher, by place in the answer"
+    lines = []
+    for i, (label, part) in enumerate((("first steps", known[:window]), ("last steps", known[-window:]))):
+        places = [
+            [value for each in column if (value := finite(each)) is not None] for column in zip(*part, strict=True)
+        ]
+        lines.append(Line(label, range(1, len(places) + 1), [fmean(each) if each else None for each in places], i))
+    chart = draw_chart(
+        title, "nats per token", lines, legend=[(i, line.label) for i, line in enumerate(lines)], x_label="eighth"
+    )
+    caption = "The same, over each eighth of the longest answer, from its beginning to its end."
+    return section(title, caption, chart)
 
 
 def _draw_loss(runs: Sequence[Run], names: Sequence[str]) -> Markup:

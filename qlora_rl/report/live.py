@@ -17,7 +17,16 @@ from .quantities import seconds
 from .run import Run, read_run
 
 HOST = "127.0.0.1"
-_FILES = ("config.json", "metrics.jsonl", "sync.jsonl", "summary.json", "samples.json", "rollouts.json", "eval.json")
+_FILES = (
+    "config.json",
+    "metrics.jsonl",
+    "sync.jsonl",
+    "summary.json",
+    "samples.json",
+    "rollouts.json",
+    "teacher.json",
+    "eval.json",
+)
 
 
 class LiveReport:

@@ -9,13 +9,14 @@ from statistics import fmean
 from typing import Any
 
 from .parts import Markup, download, images_of, mark, object_in, section, table, tag, text_of
-from .quantities import ABSENT, finite, plain
+from .quantities import ABSENT, finite, plain, share
 from .run import Run
 
 _NUMBER = re.compile(r"[-−]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?", re.IGNORECASE)
 _CLOSING = re.compile(r"(?:</?\w+/?>|[\s.!?;,:)\]}\"'*$`])+$")
 
 SHOWN = 6
+_CONTEXT = 80  # characters before a token
 _LONGEST = 4000  # characters of a text
 
 
@@ -113,6 +114,38 @@ def draw_rollouts(run: Run) -> Markup | None:
     )
     link = download("rollouts.csv", _rows_of(groups))
     return section("Rollouts: what it learned from", None, tag("p", caption, link, class_="caption"), *shown)
+
+
+def draw_disagreements(run: Run) -> Markup | None:
+    """The tokens of the first and of the newest step at which student and teacher are furthest apart."""
+    shown: list[Markup] = []
+    for title, when in (("First step", "first"), ("Newest step", "last")):
+        group = object_in(run.teaching, when)
+        tokens = group.get("tokens")
+        tokens = [each for each in tokens if isinstance(each, dict)] if isinstance(tokens, list) else []
+        if not tokens or (when == "last" and shown and group == object_in(run.teaching, "first")):
+            continue
+        rows = [
+            (
+                tag("span", f"…{str(each.get('before', ''))[-_CONTEXT:]}", tag("b", str(each.get("token", "")))),
+                plain(each.get("divergence")),
+                *(_wishes(each.get(side)) for side in ("student", "teacher")),
+            )
+            for each in tokens
+        ]
+        heads = ["What was written, and the token in question", "Nats", "The student expects", "The teacher expects"]
+        name = f"{title} ({plain(group.get('step'))})"
+        shown.append(tag("details", tag("summary", name), table(heads, rows), open="open"))
+    caption = (
+        "The tokens of a step at which the two differ most; both see what stands before, the teacher its own prompt."
+    )
+    return section("Where student and teacher disagree most", caption, *shown) if shown else None
+
+
+def _wishes(side: Any) -> str:
+    """The likeliest tokens with their probabilities."""
+    pairs = [each for each in side if isinstance(each, list) and len(each) == 2] if isinstance(side, list) else []
+    return ", ".join(f"“{token}” {share(chance)}" for token, chance in pairs if finite(chance) is not None) or ABSENT
 
 
 def _rollouts_of(group: dict[str, Any]) -> list[dict[str, Any]]:

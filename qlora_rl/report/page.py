@@ -17,7 +17,7 @@ from qlora_rl.locks import replace_file
 
 from .curves import draw_curves
 from .look import CSS, JS, LIVE_JS
-from .outcomes import draw_evaluation, draw_rollouts, draw_samples
+from .outcomes import draw_disagreements, draw_evaluation, draw_rollouts, draw_samples
 from .parts import Markup, download, object_in, pairs, section, table, tag
 from .quantities import ABSENT, factor, finite, octets, plain, seconds, share
 from .run import Run, read_run, summarise
@@ -75,6 +75,7 @@ def render(runs: Sequence[Run], news: str | None = None) -> str:
         *((*draw_curves(runs, names), draw_time(runs, names)) if has_steps else ()),
         draw_evaluation(run),
         draw_samples(run),
+        draw_disagreements(run),
         draw_rollouts(run),
         _draw_table(runs, names, facts),
         _draw_details(run),

@@ -37,6 +37,7 @@ class Run:
     summary: dict[str, Any] = field(default_factory=dict)
     samples: list[dict[str, Any]] = field(default_factory=list)
     rollouts: dict[str, Any] = field(default_factory=dict)
+    teaching: dict[str, Any] = field(default_factory=dict)
     evaluation: dict[str, Any] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
     is_held: bool = False
@@ -49,7 +50,7 @@ class Run:
 
     @property
     def is_online(self) -> bool:
-        """Answers were sampled and scored; otherwise it was trained on examples (SFT, DPO), and has only a loss."""
+        """Answers were sampled and scored; otherwise it was trained on examples and has only a loss."""
         return not self.values("loss") or any(
             self.values(name) for name in ("reward", "rollout_seconds", "mismatch_kl")
         )
@@ -78,7 +79,9 @@ class Run:
 
     def argument(self, name: str) -> float | None:
         """A number of TRL's config."""
-        of_trl = [self.config.get(trainer) for trainer in ("grpo", "rloo", "online_dpo", "distillation", "sft", "dpo")]
+        of_trl = [
+            self.config.get(trainer) for trainer in ("grpo", "rloo", "online_dpo", "distillation", "sft", "dpo", "kto")
+        ]
         found = (finite(each.get(name)) for each in of_trl if isinstance(each, dict))
         return next((each for each in found if each is not None), None)
 
@@ -119,7 +122,8 @@ def read_run(run_dir: Path | str) -> Run:
     syncs = _read_lines(path / "sync.jsonl", problems)
     summary = _read_json(path / "summary.json", dict, problems)
     samples = [s for s in _read_json(path / "samples.json", list, problems) if isinstance(s, dict)]
-    rollouts, evaluation = (_read_json(path / name, dict, problems) for name in ("rollouts.json", "eval.json"))
+    files = ("rollouts.json", "teacher.json", "eval.json")
+    rollouts, teaching, evaluation = (_read_json(path / name, dict, problems) for name in files)
     name = path.resolve().name
     return Run(
         path,
@@ -131,6 +135,7 @@ def read_run(run_dir: Path | str) -> Run:
         summary,
         samples,
         rollouts,
+        teaching,
         evaluation,
         tuple(problems),
         is_held(path),

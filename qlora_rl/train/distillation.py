@@ -32,6 +32,7 @@ from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, collected
 from qlora_rl.memory.shape import read_config
 from qlora_rl.sync.truncated_sampling import TruncatedSampling
 from qlora_rl.train.metrics.measure import MeasuredSteps, logprobs_like
+from qlora_rl.train.metrics.teaching import TaughtSteps
 from qlora_rl.train.online import OnlineOptions, OnlineTrainer
 from qlora_rl.train.rollouts.bridge import EngineBridge
 from qlora_rl.train.rollouts.endings import EndedCompletions
@@ -98,7 +99,9 @@ class TaughtRollouts:
         return output
 
 
-class QLoRADistillationTrainer(OnlineTrainer, MeasuredSteps, TaughtRollouts, EndedCompletions, DistillationTrainer):
+class QLoRADistillationTrainer(
+    OnlineTrainer, TaughtSteps, MeasuredSteps, TaughtRollouts, EndedCompletions, DistillationTrainer
+):
     """On-policy distillation on a 4-bit base: TRL's DistillationTrainer, its arguments (but `tools`) and config,
     sampling from an engine of ours, and these.
 
@@ -304,7 +307,8 @@ class QLoRADistillationTrainer(OnlineTrainer, MeasuredSteps, TaughtRollouts, End
             else:
                 read = "teacher_prompt" if "teacher_prompt_ids" in inputs else "prompt"
                 theirs_NH = self._hidden_of(self.teacher_model, inputs, read)
-            self._part = inputs if self._unscored else None
+            is_watched = self._unscored > 0
+            self._part = inputs if is_watched else None
             try:
                 ours_NH = self._hidden_of(unwrapped_student, inputs, "prompt")
             finally:
@@ -314,6 +318,15 @@ class QLoRADistillationTrainer(OnlineTrainer, MeasuredSteps, TaughtRollouts, End
             else:
                 teacher = (theirs_NH, *_head_of(self.teacher_model))
                 found_N, entropy_N = from_hidden((ours_NH, *head), teacher, self.beta, self.temperature, tokens)
+        if is_watched:
+            self._note_teaching(
+                inputs,
+                found_N,
+                {
+                    "student": (ours_NH, unwrapped_student),
+                    "teacher": said if self.teacher_model is None else (theirs_NH, self.teacher_model),
+                },
+            )
         count = wanted_BT.sum()
         divisor = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         return found_N.sum() / divisor, entropy_N.sum(), count

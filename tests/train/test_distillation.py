@@ -314,7 +314,7 @@ def test_the_run_directory_says_who_taught_and_the_report_shows_it(make, taught)
     assert isinstance(rollout["completion"], str)
     page = write_report(trainer.run.path).read_text()
     assert "the loss" in page
-    assert "Loss: what training makes small" in page
+    assert "Teacher: how far the student is from it" in page
     assert "Reward: how good" not in page
 
 

@@ -100,7 +100,7 @@ class MeasuredSteps:
     def _note(self, mode: str, measured: dict[str, Any]) -> None:
         """Into TRL's log, which takes numbers, and into the record of the step."""
         for name, value in measured.items():
-            if name != "by_position":
+            if not name.endswith("by_position"):
                 self._metrics[mode][f"qlora_rl/{name}"].append(value)
         if mode == "train":
             self._record.add(**measured)

@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 CONFIG, METRICS, SYNCS, SUMMARY, ADAPTER = "config.json", "metrics.jsonl", "sync.jsonl", "summary.json", "adapter"
 FINGERPRINTS = "fingerprints.json"
 ROLLOUTS = "rollouts.json"  # of some steps, for people
+TEACHING = "teacher.json"  # where student and teacher disagree, for people
 SESSION = "session"  # with a server
 SAMPLES = "samples.json"  # of the demo
 MODEL = "model"  # of a base that was trained itself
@@ -97,12 +98,13 @@ class RunDirectory:
         for hidden in (sampled, f"{sampled}-old", *_MODELS):
             for directory in self.path.glob(hidden):
                 shutil.rmtree(directory, ignore_errors=True)
-        for name in (CONFIG, SUMMARY, FINGERPRINTS, ROLLOUTS, SAMPLES):
+        for name in (CONFIG, SUMMARY, FINGERPRINTS, ROLLOUTS, TEACHING, SAMPLES):
             (self.path / f".{name}.tmp").unlink(missing_ok=True)
 
     def begin(self) -> None:
         """The run really starts: what it is to overwrite goes now, when nothing can be rejected any more."""
-        names = (CONFIG, METRICS, SYNCS, SUMMARY, FINGERPRINTS, ROLLOUTS, SAMPLES, LOG, "eval.json", "report.html")
+        shown = (ROLLOUTS, TEACHING, SAMPLES, LOG, "eval.json", "report.html")
+        names = (CONFIG, METRICS, SYNCS, SUMMARY, FINGERPRINTS, *shown)
         # A run that is resumed goes on: it has no summary any more.
         for name in names if self._overwrites else (SUMMARY,) if self.existing == "resume" else ():
             with _writing(self.path / name):
