@@ -9,14 +9,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from qlora_rl.adapter.directory import adapter_in
 from qlora_rl.advice.chat import Chat
 from qlora_rl.config.paths import split_reward
-from qlora_rl.config.schema import METHODS, Data
+from qlora_rl.config.schema import METHODS, TEACHERS, Data
 from qlora_rl.contracts import IMAGES
 from qlora_rl.data.files import ANSWERS, PROMPTS, check_files, is_file
 from qlora_rl.data.known import known_dataset
 from qlora_rl.data.load import read_rows
 from qlora_rl.errors import ConfigConflictError, collected
+from qlora_rl.memory.methods import TAUGHT
 from qlora_rl.rewards.numbers import final_number
 
 _TALKS = ("messages", "conversations")
@@ -28,6 +30,7 @@ _MARKED = re.compile(r"####\s*(.+)")
 _BARE = "Answer with the final answer only, without explanation."
 # Without it a model may write numbers as words, and any digit in what it says counts as its answer.
 _DIGITS = "End your answer with the final number in digits."
+_ALIKE = {"rloo": "grpo", "distill": "grpo", "kto": "dpo"}  # whose data are taken
 _OF_THAT_FORM = "openai/gsm8k"  # its instruction and rewards are those of every dataset whose answers have the mark
 
 
@@ -38,6 +41,7 @@ class Tables:
     Attributes:
         data: fields of [data].
         rewards: fields of each [[rewards]]; none where the method needs none.
+        teacher: fields of [teacher]; none where the method has none.
         comments: why, by the name of the field.
         length: tokens of prompt and answer; `None` where it is unknown.
     """
@@ -46,6 +50,7 @@ class Tables:
     rewards: list[dict[str, Any]] = field(default_factory=list)
     comments: dict[str, str] = field(default_factory=dict)
     length: int | None = None
+    teacher: dict[str, Any] = field(default_factory=dict)
 
 
 def tables_for(
@@ -57,17 +62,20 @@ def tables_for(
     split: str | None = None,
     reward: str = "",
     takes_images: bool = False,
+    teacher: str = "",
 ) -> Tables:
     """[data] and [[rewards]] for a dataset and a method.
 
     Args:
         name: of a dataset on the hub, or a .jsonl or .parquet file.
-        task: "grpo", "rloo", "sft" or "dpo".
+        task: of a run's file, but "online_dpo" and "async_grpo".
         chat: of `chat_of`, for the model; by default a template that takes everything.
         subset: configuration of a hub dataset; by default the first of a known one.
         split: of a hub dataset.
         reward: one of ours, or `path.py:function`, in place of the one that would be chosen.
         takes_images: the model takes images.
+        teacher: of "distill" the directory of an adapter or run, or a second model; by default the student itself,
+            which reads the answer.
 
     Raises:
         ConfigConflictError: it cannot be loaded, has no columns for the method (names those that it has), or has images
@@ -100,8 +108,30 @@ def tables_for(
     elif instruction and not is_talk:
         asked = data.get("prompt_template", "{prompt}")
         data["prompt_template"] = f"{instruction}\n\n{asked}" + ("" if has_messages else "\n")
-    rewards = [{"use": reward}] if reward and scores else told.get("rewards", [])
-    return Tables(data, [dict(each) for each in rewards], dict(told.get("comments", {})), length)
+    rewards = [] if not scores else [{"use": reward}] if reward else told.get("rewards", [])
+    tables = Tables(data, [dict(each) for each in rewards], dict(told.get("comments", {})), length)
+    return replace(tables, teacher=_teacher(name, teacher, told, data, is_talk)) if task in TAUGHT else tables
+
+
+def is_adapter(teacher: str) -> bool:
+    """It names the directory of an adapter or of a run: no second model."""
+    return bool(teacher) and (adapter_in(teacher) / "adapter_config.json").is_file()
+
+
+def _teacher(
+    name: str, teacher: str, told: Mapping[str, Any], data: Mapping[str, Any], is_talk: bool
+) -> dict[str, Any]:
+    """Who teaches: what was named, or the student itself, which reads the answer of the row."""
+    if teacher:
+        return {"adapter" if is_adapter(teacher) else "model": teacher}
+    column = next((each for each in (told.get("answer"), *data.get("extract", {})) if each), None)
+    if column is None or is_talk:
+        raise ConfigConflictError(
+            f"choosing the teacher: {name} has {'messages' if is_talk else 'no answer'}, so the student itself cannot "
+            "be shown the answer. Name a teacher: --teacher RUN, or a second model."
+        )
+    asked = data.get("prompt_template", "{prompt}")
+    return {"adapter": "policy", "prompt_template": f"{asked}\n\n(The answer is {{{column}}}.)"}
 
 
 def tables_from(directory: Path, model: str, tables: Tables) -> tuple[str, Tables]:
@@ -113,8 +143,14 @@ def tables_from(directory: Path, model: str, tables: Tables) -> tuple[str, Table
     for each in tables.rewards:
         path, function = split_reward(each["use"])
         rewards.append(each | ({"use": f"{_seen_from(directory, path)}:{function}"} if path else {}))
+    teacher = {
+        place: _seen_from(directory, each) if place == "model" or each not in TEACHERS else each
+        for place, each in tables.teacher.items()
+        if place != "prompt_template"
+    }
+    teacher = tables.teacher | teacher
     moved = _seen_from(directory, model) if os.path.isdir(model) else model
-    return moved, replace(tables, data=data, rewards=rewards)
+    return moved, replace(tables, data=data, rewards=rewards, teacher=teacher)
 
 
 def _seen_from(directory: Path, name: str) -> str:
@@ -129,7 +165,7 @@ def _seen_from(directory: Path, name: str) -> str:
 
 def _told(name: str, known: Mapping[str, Any], task: str) -> Mapping[str, Any]:
     """What `datasets.toml` says of it."""
-    told = known.get("grpo" if task == "rloo" else task)
+    told = known.get(_ALIKE.get(task, task))
     if told is None:
         fit = [method for method in METHODS if method in known]
         raise ConfigConflictError(
@@ -160,18 +196,22 @@ def _seen(
     told: dict[str, Any] = {"data": data, "comments": {}}
     is_whole = task == "sft" and "messages" not in columns and bool({"text", "input_ids"} & set(columns))
     is_ready = task == "sft" and any(set(way) <= set(columns) for way in METHODS["sft"].columns)
-    if task == "dpo" and not {"chosen", "rejected"} <= set(columns):
+    is_pair = {"chosen", "rejected"} <= set(columns)
+    if task == "kto" and not is_pair and "label" not in columns:
+        raise _lacks(name, "chosen and rejected, or label, as kto needs", columns, ("label",))
+    if task == "dpo" and not is_pair:
         raise _lacks(name, "chosen and rejected, as dpo needs", columns, ("chosen", "rejected"))
     if not is_ready and "prompt" not in columns:
         asked = next((each for each in PROMPTS if each in columns), None)
         if asked is not None:
             both = asked == "instruction" and "input" in columns
             data["prompt_template"] = "{instruction}\n\n{input}" if both else f"{{{asked}}}"
-        elif task != "dpo":  # there the two sides may be whole conversations
+        elif task != "dpo" and not (task == "kto" and is_pair):  # there the two sides may be whole conversations
             answer = () if {*ANSWERS} & {*columns} else ("completion" if task == "sft" else "answer",)
             raise _lacks(name, f"a prompt (prompt, {', '.join(PROMPTS)})", columns, ("prompt", *answer), task)
     left = [each for each in ANSWERS if each in columns]
-    if task == "sft" and not is_ready:
+    told["answer"] = left[0] if left else None
+    if (task == "sft" and not is_ready) or (task == "kto" and not is_pair and "completion" not in columns):
         if not left:
             raise _lacks(name, f"an answer ({', '.join(ANSWERS)})", columns, ("completion",))
         data["columns"] = {"completion": left[0]}

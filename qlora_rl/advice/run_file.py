@@ -18,6 +18,11 @@ _FIRST = {
     "logging_steps": (1, ""),
     "save_steps": (50, "an interrupted run resumes from the last checkpoint"),
 }
+_TEACHERS = {
+    "adapter": "the student itself, or an adapter of its base, which is held once",
+    "model": "a second model in this process",
+    "prompt_template": "what the teacher reads in place of the prompt",
+}
 _REWARDS = {
     "numeric_match": "compares the last number of the completion with the answer",
     "math_match": "compares as mathematics; install math-verify",
@@ -46,7 +51,7 @@ def run_file(
         command: that writes it, for its first line.
         trust_remote_code: let the model's own code run.
     """
-    gpu_memory = advice.trainer.get("gpu_memory")
+    gpu_memory, cache = advice.trainer.get("gpu_memory"), advice.trainer.get("engine_options")
     data = dict(tables.data)
     comments = dict(tables.comments)
     if switch and data.get("format") == "chat":
@@ -54,7 +59,7 @@ def run_file(
         comments["chat_template_kwargs"] = "no thinking, so completions are shorter; remove this to train with thinking"
     train = advice.config | {name: each for name, (each, _) in _FIRST.items()}
     train["save_steps"] = max(1, min(train["save_steps"], advice.config["max_steps"] // 2))
-    own = {_NAMES.get(n, n): v for n, v in advice.trainer.items() if n != "gpu_memory"}
+    own = {_NAMES.get(n, n): v for n, v in advice.trainer.items() if n in _NAMES}
     reasons = {_NAMES.get(name, name): why for name, why in advice.reasons.items()}
     reasons |= {name: why for name, (_, why) in _FIRST.items()} | comments
     if tables.length == advice.estimate.request.max_length:
@@ -82,6 +87,8 @@ def run_file(
         ("[adapter]", lora | own, reasons),
         ("[data]", data, comments),
         *(("[[rewards]]", each, {"use": _REWARDS.get(each["use"], "")}) for each in tables.rewards),
+        *((("[teacher]", tables.teacher, _TEACHERS),) if tables.teacher else ()),
+        *((("[rollout]", cache, {"kv_cache_gib": reasons["engine_options"]}),) if cache else ()),
         ("[train]", train, reasons),
     ]
     if gpu_memory and METHODS[advice.task].samples and advice.task in PLANNED:

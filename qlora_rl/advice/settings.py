@@ -25,21 +25,29 @@ from qlora_rl.engine.compat import may_sleep
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.fidelity import CORRECTION
 from qlora_rl.memory.cards import card_size
+from qlora_rl.memory.methods import TAUGHT
 from qlora_rl.memory.pace import Pace, pace_of
 from qlora_rl.memory.plan import GIB, SLEEPS, WAYS, MemoryEstimate, Way, largest_length, plan_memory
 from qlora_rl.memory.shape import check_supported, read_config, stored_base, stored_spec
 
-TASKS = ("grpo", "rloo", "sft", "dpo")
-_SAMPLING = ("grpo", "rloo")
+TASKS = {
+    "grpo": "GRPOConfig",
+    "rloo": "RLOOConfig",
+    "sft": "SFTConfig",
+    "dpo": "DPOConfig",
+    "kto": "KTOConfig",
+    "distill": "DistillationConfig",
+}
+_SAMPLING = ("grpo", "rloo", "distill")
 _LARGE = 30e9  # parameters, from which QLoRA halves the rate of SFT
 _USUAL = 8e9  # parameters, for which the other rates are meant
 _SHORT_RUN = 100  # steps, below which LWR finds 15 times the rate of full fine-tuning better than 10 times
 _STEPS, _LENGTH = 200, 2048  # of a first run
 _GAIN = 0.05  # of a step's time, for which the KV cache is freed between rollouts although the run fits without
-_RANKS = {"grpo": 16, "rloo": 16, "sft": 64, "dpo": 16}
+_RANKS = {"grpo": 16, "rloo": 16, "sft": 64, "dpo": 16, "kto": 16, "distill": 16}
 _ALPHA = 32
 # Sequences of one optimizer step; of GRPO and RLOO: eight prompts, eight completions each.
-_PER_STEP = {"grpo": 64, "rloo": 64, "sft": 32, "dpo": 32}
+_PER_STEP = {"grpo": 64, "rloo": 64, "sft": 32, "dpo": 32, "kto": 32, "distill": 64}
 _GENERATIONS = 8
 # Where a CPU samples: completions of a step, and tokens of a completion where no length was asked for.
 _ON_CPU, _LONGEST_ON_CPU = 16, 128
@@ -63,7 +71,7 @@ class Recommendation:
         )
 
     Attributes:
-        task: "grpo", "rloo", "sft" or "dpo".
+        task: one of `TASKS`.
         base: arguments of `prepare_base`.
         lora: of PEFT's LoraConfig.
         config: of TRL's config for the task.
@@ -101,8 +109,7 @@ class Recommendation:
         }
 
     def __str__(self) -> str:
-        kinds = {"grpo": "GRPOConfig", "rloo": "RLOOConfig", "sft": "SFTConfig", "dpo": "DPOConfig"}
-        titles = {"base": "prepare_base", "lora": "LoraConfig", "config": kinds[self.task], "trainer": "the trainer"}
+        titles = {"base": "prepare_base", "lora": "LoraConfig", "config": TASKS[self.task], "trainer": "the trainer"}
         lines = []
         for part, title in titles.items():
             values = getattr(self, part)
@@ -121,6 +128,7 @@ def recommend(
     max_steps: int = _STEPS,
     device: str | None = None,
     trust_remote_code: bool = False,
+    teacher: str | os.PathLike[str] | None = None,
 ) -> Recommendation:
     """Settings for one model, task and card.
 
@@ -137,6 +145,7 @@ def recommend(
     - Paged 8-bit AdamW on CUDA (paging: QLoRA, section 3; 8-bit states: Dettmers et al. 2022, arXiv 2110.02861);
       torch's on a CPU.
     - Gradient checkpointing: QLoRA; TRL's default.
+    - Distillation: as GRPO, with one completion for each prompt; the KV cache gets what the plan has left for it.
     - 64 completions or 32 other sequences a step: LWR finds LoRA less tolerant of large batches than full fine-tuning.
       On a CPU 16 completions, of at most 128 tokens where no length was asked for, as sampling is slow.
     - In GRPO truncated importance sampling by token: TIS, and docs/fidelity.md#the-correction.
@@ -148,20 +157,21 @@ def recommend(
 
     Args:
         model: checkpoint or base directory, config.json, or hub name; no weight is read.
-        task: "grpo", "rloo", "sft" or "dpo".
+        task: "grpo", "rloo", "sft", "dpo", "kto" or "distill".
         gpu_memory: all that the run may hold, in GiB; the size of a card, such as 24 or "24GB", is what these cards
             have, less a reserve (`memory/cards.py`); `None` for no limit.
         max_length: prompt plus completion, in tokens, at most; by default 2048.
         max_steps: of the run.
         device: "cuda" or "cpu"; by default CUDA where there is some, or a card was named.
         trust_remote_code: let the model's own code run.
+        teacher: of "distill", a second model, held in 4 bits; by default the teacher shares the student's base.
 
     Raises:
         ConfigConflictError: an unknown task, a size that is none, or nothing that transformers can read.
         NotYetSupportedError: a mixture of experts, or a model for images, of an unsupported type.
     """
     if task not in TASKS:
-        raise ConfigConflictError(f"recommending settings: task={task!r} is not one of {TASKS}.")
+        raise ConfigConflictError(f"recommending settings: task={task!r} is not one of {(*TASKS,)}.")
     try:
         gpu_memory = None if gpu_memory is None else card_size(gpu_memory)
     except ValueError as error:
@@ -183,7 +193,11 @@ def recommend(
         "device": device,
         "has_engine": task in _SAMPLING,
         "can_sleep": may_sleep(lends=True),
+        "method": task if task in TAUGHT else "grpo",
     }
+    if teacher is not None:
+        of_teacher = read_config(teacher, trust_remote_code=trust_remote_code)
+        request |= {"teacher": of_teacher, "teacher_spec": stored_spec(teacher)}
     wished = max_length or _LENGTH
     estimate = _fitted(config_of_model, task, wished, request, per_step)
     if (
@@ -207,7 +221,7 @@ def recommend(
     config |= {way.config[0]: way.config[1] for way in _turned_on(estimate)}
     if task in _SAMPLING:
         config |= {
-            "num_generations": _GENERATIONS,
+            **({} if task in TAUGHT else {"num_generations": _GENERATIONS}),
             "vllm_max_model_length": length,
             "max_completion_length": min(length // 2, _LONGEST_ON_CPU) if is_slow and not max_length else length // 2,
         }
@@ -224,7 +238,10 @@ def recommend(
     base = {"quant": spec.quant_type, **({"double_quant": spec.double_quant} if spec.is_4bit else {})}
     base |= {"quantize_experts": True} if spec.quantize_experts else {}
     trainer: dict[str, Any] = {"adapter_dtype": "float32"}
-    if task in _SAMPLING and gpu_memory is not None:
+    if task in TAUGHT:  # its trainer does not plan
+        trainer["engine_options"] = {"kv_cache_gib": round(estimate.cache_gib, 3)}
+        trainer |= {"teacher_model": os.fspath(teacher)} if teacher is not None else {}
+    elif task in _SAMPLING and gpu_memory is not None:
         trainer["gpu_memory"] = gpu_memory
     reasons = _reasons(task, device, estimate, max_length, function_limit(config_of_model))
     if (made := stored_base(model)) is not None:
@@ -260,7 +277,7 @@ def _why_rate(task: str, parameters: float, max_steps: int) -> str:
     factor = min(10.0, sqrt(_USUAL / parameters))
     scaled = f", times sqrt(8 B / parameters) = {factor:.2g}" if abs(factor - 1) > 0.05 else ""
     return (
-        f"{times} (LWR){scaled}. If the reward does not move, try 3 times as much"
+        f"{times} (LWR){scaled}. If {'the loss' if task in TAUGHT else 'the reward'} does not move, try 3 times as much"
         if task in _SAMPLING
         else f"{times} (LWR){scaled}"
     )
@@ -286,7 +303,7 @@ def _fitted(config: Any, task: str, max_length: int, request: Mapping[str, Any],
     if found := _fastest(wanted, per_step):
         return found
     for chosen in ({"offload": False, "sleeps": False}, {}):
-        for batch in (8, 4, 2, 1):
+        for batch in (8, 4, 2) if task == "kto" else (8, 4, 2, 1):  # its KL is between rows of a micro-batch
             estimate = wanted.changed(batch_size=batch * pairs, **chosen)
             if estimate.fits:
                 return estimate
@@ -366,6 +383,8 @@ def _reasons(
         "max_completion_length": "half of vllm_max_model_length",
         "adapter_dtype": "keeps small updates from being rounded away; multiplied in bf16, as in the engine",
         "gpu_memory": _limit(estimate),
+        "engine_options": "what the plan has left for the KV cache",
+        "teacher_model": "a second model; adapters of the student's own base cost next to nothing",
     } | ways
 
 

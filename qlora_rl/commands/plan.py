@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from qlora_rl.commands.codes import COUNT, DOES_NOT_FIT, POSITIVE, UsageError, card
 from qlora_rl.contracts import QUANT_TYPES
 from qlora_rl.errors import ConfigConflictError
-from qlora_rl.memory.methods import METHODS, OFFLINE
+from qlora_rl.memory.methods import METHODS, OFFLINE, TAUGHT
 
 if TYPE_CHECKING:
     from qlora_rl.memory.plan import MemoryEstimate
@@ -36,7 +36,10 @@ def add(commands: Any) -> None:
         "--method",
         choices=METHODS,
         default="grpo",
-        help="sft and dpo have no engine; dpo has two sequences per row (default: %(default)s)",
+        help="sft, dpo and kto have no engine; dpo has two sequences per row (default: %(default)s)",
+    )
+    plan.add_argument(
+        "--teacher", metavar="MODEL", help="of distill, a second model in 4 bits (default: it shares the base)"
     )
     plan.add_argument(
         "--max-length",
@@ -179,8 +182,20 @@ def _estimate(arguments: argparse.Namespace) -> MemoryEstimate:
             f"planning the memory: {', '.join(said)} with --method {arguments.method}, which makes no engine. Leave it "
             "out."
         )
+    taught_by = {}
+    if arguments.teacher is not None:
+        if arguments.method not in TAUGHT:
+            raise UsageError(
+                f"planning the memory: --teacher with --method {arguments.method}, which has none. Pass --method "
+                "distill."
+            )
+        taught_by = {
+            "teacher": read_config(arguments.teacher, trust_remote_code=arguments.trust_remote_code),
+            "teacher_spec": stored_spec(arguments.teacher),
+        }
     return plan_memory(
         config,
+        **taught_by,
         method=arguments.method,
         rank=arguments.rank,
         target_modules=targets[0] if targets == ["all-linear"] else targets,

@@ -17,7 +17,10 @@ def add(commands: Any) -> None:
     )
     recommend.add_argument("model", help="checkpoint or base directory, config.json, or hub name")
     recommend.add_argument(
-        "--task", choices=["grpo", "rloo", "sft", "dpo"], default="grpo", help="(default: %(default)s)"
+        "--task",
+        choices=["grpo", "rloo", "sft", "dpo", "kto", "distill"],
+        default="grpo",
+        help="(default: %(default)s)",
     )
     recommend.add_argument(
         "--gpu-memory",
@@ -51,6 +54,12 @@ def add(commands: Any) -> None:
         metavar="R",
         help="with --data: a built-in reward, or path.py:function (default: by its answers)",
     )
+    recommend.add_argument(
+        "--teacher",
+        default="",
+        metavar="T",
+        help="with --task distill: adapter or run directory, or a second model (default: itself, shown the answer)",
+    )
     form = recommend.add_mutually_exclusive_group()
     form.add_argument("--toml", action="store_true", help="print a file for `qlora-rl train`; needs --data")
     form.add_argument(
@@ -70,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     trusts, length, tables = arguments.trust_remote_code, arguments.max_length, None
     with loading("qlora_rl.adapter.initialization"):
-        from qlora_rl.advice import chat_of, recommend, run_file, tables_for, tables_from
+        from qlora_rl.advice import chat_of, is_adapter, recommend, run_file, tables_for, tables_from
         from qlora_rl.base.model_classes import takes_images
         from qlora_rl.memory.shape import read_config, stored_spec
 
@@ -84,6 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.toml:
         chat = chat_of(arguments.model, trust_remote_code=trusts)
         chosen = {"subset": arguments.subset, "split": arguments.split, "reward": arguments.reward}
+        chosen["teacher"] = arguments.teacher
         sees = takes_images(config)
         tables = tables_for(arguments.data, arguments.task, chat, takes_images=sees, **chosen)
         length = tables.length if length is None else length
@@ -95,6 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
         max_steps=arguments.max_steps,
         device=arguments.device,
         trust_remote_code=trusts,
+        teacher=None if is_adapter(arguments.teacher) else arguments.teacher or None,
     )
     if tables is not None:
         command = _command(arguments)
@@ -112,6 +123,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_usage(arguments: argparse.Namespace) -> None:
+    if arguments.teacher and arguments.task != "distill":
+        raise UsageError(f"recommending settings: --teacher with --task {arguments.task}. Pass --task distill.")
     makes_file = arguments.toml or arguments.out is not None
     if makes_file != bool(arguments.data):
         raise UsageError(
@@ -130,7 +143,7 @@ def _check_usage(arguments: argparse.Namespace) -> None:
 def _command(arguments: argparse.Namespace) -> str:
     """What writes the same file again."""
     words = ["qlora-rl", "recommend", arguments.model]
-    for name in ("task", "data", "subset", "split", "reward", "gpu_memory", "max_length", "device"):
+    for name in ("task", "data", "subset", "split", "reward", "teacher", "gpu_memory", "max_length", "device"):
         if (value := getattr(arguments, name)) not in (None, ""):
             words += [f"--{name.replace('_', '-')}", f"{value:g}" if isinstance(value, float) else str(value)]
     words += ["--max-steps", str(arguments.max_steps)] if arguments.max_steps != 200 else []

@@ -26,6 +26,9 @@ OVERHEAD_GIB = 1.5
 CONTEXT_GIB = 0.75
 # TRL 1.16 multiplies with the output head in tiles (trl/kernels/chunked_logprob.py).
 HEAD_TOKENS, HEAD_VOCABULARY = 4096, 32768
+# Tiles of that size that its divergence works on in float32 without Triton, besides the two with logits; read off a
+# tensor tracker.
+DIVERGENCE_TILES = 9
 # Without Triton we make them smaller (train/scoring/logprobs.py): tokens of a tile.
 SMALL_TILE = 128
 # Layer inputs that are on the device at a time, where they wait in host memory (train/setup/layer_inputs.py).

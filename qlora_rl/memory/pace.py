@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil, prod
 
+from qlora_rl.memory.lines import trainer_base
+from qlora_rl.memory.methods import TAUGHT
 from qlora_rl.memory.plan import WAYS, MemoryEstimate
 
 # A common card of each size: GB/s of its memory, 1e12 operations a second in bf16 without sparsity, as its maker states
@@ -90,7 +92,9 @@ def pace_of(estimate: MemoryEstimate, sequences: int | None = None) -> Pace | No
     count = sequences or (request.sequences if request.has_engine else request.rows)
     tokens = count * request.max_length
     # Forward, forward again under checkpointing, and the gradient of the input; that of the weight is not needed.
-    passes = 3 if request.gradient_checkpointing else 2
+    passes: float = 3 if request.gradient_checkpointing else 2
+    if request.method in TAUGHT:  # and the teacher's, of as much more as it is larger
+        passes += max(1.0, request.teacher_bytes / trainer_base(shape, request.spec))
     train_s = 2 * active * passes * tokens / flops + ceil(count / request.rows) * passes * dequantised / bytes_per_s
     rollout_s, speed, at_once = 0.0, 0.0, 0
     if request.has_engine:

@@ -17,7 +17,7 @@ from qlora_rl.memory import lines as count
 from qlora_rl.memory import step
 from qlora_rl.memory.cards import ROOM, usable_gib
 from qlora_rl.memory.lines import Line, counted
-from qlora_rl.memory.methods import OFFLINE
+from qlora_rl.memory.methods import OFFLINE, TAUGHT
 from qlora_rl.memory.request import MemoryRequest
 from qlora_rl.memory.shape import ModelShape, model_and_adapter, read_shape
 
@@ -320,9 +320,12 @@ def plan_memory(
     rank: int = 16,
     target_modules: str | Sequence[str] = "all-linear",
     adapter: Mapping[str, tuple[int, ...]] | None = None,
+    teacher: Any = None,
+    teacher_spec: QuantSpec | None = None,
     **request: Any,
 ) -> MemoryEstimate:
-    """The memory of one run: with trainer and engine on one device, or of a trainer alone (`method="sft"`, `"dpo"`).
+    """The memory of one run: with trainer and engine on one device, or of a trainer alone (`method="sft"`, `"dpo"`,
+    `"kto"`).
 
     ::
 
@@ -337,6 +340,8 @@ def plan_memory(
         target_modules: as PEFT takes them; in a mixture "all-linear" is the attention, and the experts where these are
             4-bit.
         adapter: shapes of the trained tensors, where they are known already; wins over the three before it.
+        teacher: of "distill" the transformers config of a second model; `None` where the teacher shares the base.
+        teacher_spec: how that is held; by default as the base.
         request: the fields of `MemoryRequest`.
 
     Raises:
@@ -345,6 +350,9 @@ def plan_memory(
     """
     if request.get("method") in OFFLINE:
         request.setdefault("has_engine", False)
+    if teacher is not None:
+        of_teacher, held = read_shape(teacher), teacher_spec or request.get("spec") or QuantSpec()
+        request |= {"teacher_bytes": count.trainer_base(of_teacher, held), "teacher_hidden": of_teacher.hidden}
     wanted = MemoryRequest(**request)
     if adapter is not None:
         return _estimate(read_shape(config), wanted, adapter)
@@ -424,12 +432,26 @@ def _lines(shape: ModelShape, request: MemoryRequest, adapter: Mapping[str, tupl
             length=length,
             checkpointing=request.gradient_checkpointing,
             device=device,
-            padded=request.padded or shape.needs_masks(length),
+            padded=request.keeps_padding or shape.needs_masks(length),
             offload=bool(request.offload),
             tiled=tiled,
         ),
-        step.head_line(
-            shape, spec, batch=batch, length=length, chunked=request.chunked_logits, device=device, tiled=tiled
+        *(
+            step.teacher_lines(
+                shape,
+                spec,
+                batch=batch,
+                length=length,
+                device=device,
+                weights=request.teacher_bytes,
+                hidden=request.teacher_hidden,
+            )
+            if request.method in TAUGHT
+            else [
+                step.head_line(
+                    shape, spec, batch=batch, length=length, chunked=request.chunked_logits, device=device, tiled=tiled
+                )
+            ]
         ),
         *count.tower_lines(
             shape,

@@ -7,7 +7,7 @@ from typing import Any
 
 from qlora_rl.base.quant import QuantSpec
 from qlora_rl.errors import ConfigConflictError
-from qlora_rl.memory.methods import METHODS, OFFLINE, SEQUENCES
+from qlora_rl.memory.methods import METHODS, OFFLINE, SEQUENCES, TAUGHT
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,10 @@ class MemoryRequest:
 
     Attributes:
         spec: how the base is held.
-        method: "grpo", "rloo", "sft" or "dpo". The last two make no engine, and DPO has two sequences for every one of
+        method: one of `METHODS`. "sft", "dpo" and "kto" make no engine, and DPO has two sequences for every one of
             `batch_size`.
+        teacher_bytes: of "distill", the weights of a second model; 0 where the teacher shares the student's base.
+        teacher_hidden: the width of its hidden states; `None` for the student's.
         max_length: prompt plus completion, in tokens.
         engine_length: the longest sequence that the engine admits, where that is more: its KV cache must hold one.
         image_tokens: of a sequence, those that stand for images, where the model takes them; `None` for an image of
@@ -79,6 +81,8 @@ class MemoryRequest:
     trainer_parts: int = 1
     trainer_keeps_root: bool = False
     engine_parts: int = 1
+    teacher_bytes: int = 0
+    teacher_hidden: int | None = None
 
     def __post_init__(self) -> None:
         counts = ("max_length", "batch_size", "sequences", "trainer_parts", "engine_parts")
@@ -92,6 +96,10 @@ class MemoryRequest:
             raise ConfigConflictError(
                 f"planning the memory: method={self.method!r} is none of {', '.join(METHODS)}. Plan online DPO as "
                 "'grpo' with twice the batch."
+            )
+        if self.method not in TAUGHT and self.teacher_bytes:
+            raise ConfigConflictError(
+                f"planning the memory: method={self.method!r} has no teacher. Leave it out, or plan 'distill'."
             )
         if self.has_engine and self.method in OFFLINE:
             raise ConfigConflictError(
@@ -109,6 +117,11 @@ class MemoryRequest:
     def rows(self) -> int:
         """Sequences of one forward and backward pass."""
         return self.batch_size * SEQUENCES.get(self.method, 1)
+
+    @property
+    def keeps_padding(self) -> bool:
+        """Attention gets masks."""
+        return self.padded or self.method in TAUGHT
 
     def as_dict(self) -> dict[str, Any]:
         """The fields, for JSON."""

@@ -12,6 +12,7 @@ from qlora_rl.base.attention.softcap import SCORES
 from qlora_rl.base.experts import of_expert
 from qlora_rl.base.quant import QuantSpec
 from qlora_rl.memory.lines import (
+    DIVERGENCE_TILES,
     HEAD_TOKENS,
     HEAD_VOCABULARY,
     MLP_LINEARS,
@@ -209,3 +210,30 @@ def head_line(
     tile = rows * HEAD_VOCABULARY * wide
     why = f"one tile of {rows} x {HEAD_VOCABULARY} x {wide} bytes"
     return Line("logits", states + tile, f"{why}; {tokens} hidden states", "head", False)
+
+
+def teacher_lines(
+    shape: ModelShape, spec: QuantSpec, *, batch: int, length: int, device: str, weights: int, hidden: int | None
+) -> list[Line]:
+    """What distillation needs in place of `head_line`: a second model, if there is one, what the teacher says, and
+    the tiles of both sides' logits, in float32 (trl/kernels/chunked_divergence.py).
+
+    Args:
+        weights: bytes of the second model; 0 for none.
+        hidden: width of its hidden states; `None` for the student's.
+    """
+    wide, tokens, of_teacher = width(spec), batch * length, hidden or shape.hidden
+    rows, columns = min(tokens, HEAD_TOKENS), min(shape.vocabulary, HEAD_VOCABULARY)
+    tile = rows * HEAD_VOCABULARY * 8
+    states = tokens * shape.hidden * (4 + 2 * wide) + tokens * of_teacher * wide
+    if device == "cpu":
+        tile += rows * columns * 4 * DIVERGENCE_TILES
+        states = tokens * shape.hidden * 4
+    else:
+        tile += rows * HEAD_VOCABULARY * wide
+    why = f"{tokens} tokens x {of_teacher} x {wide} bytes; its pass keeps nothing else"
+    return [
+        *([Line("base, teacher", weights, "a second model, held whole")] if weights else []),
+        Line("teacher's hidden states", tokens * of_teacher * wide, why, "step", False),
+        Line("logits", states + tile, f"tiles of {rows} x {HEAD_VOCABULARY} of both sides, in float32", "head", False),
+    ]

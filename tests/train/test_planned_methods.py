@@ -1,4 +1,4 @@
-"""SFT and DPO as they are trained, against the memory estimate of these methods."""
+"""SFT, DPO, KTO and distillation as they are trained, against the memory estimate of these methods."""
 
 import random
 
@@ -8,9 +8,18 @@ from datasets import Dataset
 from peft import LoraConfig
 from support import make_model as tiny_model
 from support import tiny_training
-from trl import DPOConfig, SFTConfig
+from trl import DistillationConfig, DPOConfig, KTOConfig, SFTConfig
 
-from qlora_rl import QLoRADPOTrainer, QLoRASFTTrainer, plan_memory, prepare_base
+from qlora_rl import (
+    FakeEngine,
+    QLoRADistillationTrainer,
+    QLoRADPOTrainer,
+    QLoRAKTOTrainer,
+    QLoRASFTTrainer,
+    load_base,
+    plan_memory,
+    prepare_base,
+)
 from qlora_rl.base.experts import ATTENTION
 from qlora_rl.bench.memory import Live
 from qlora_rl.bench.shapes import Shape, make_model
@@ -38,7 +47,7 @@ def mixtures(tmp_path_factory):
     return bases
 
 
-@pytest.mark.parametrize(("method", "batch"), [("sft", 2), ("dpo", 1)])
+@pytest.mark.parametrize(("method", "batch"), [("sft", 2), ("dpo", 1), ("kto", 2)])
 def test_a_step_is_within_10_percent_of_the_estimate(method, batch, wide, tmp_path):
     """Two sequences of the longest length, in both."""
     measure_step(method, batch, wide, LoraConfig(r=16, target_modules="all-linear"), tmp_path, within=0.1)
@@ -63,6 +72,7 @@ def measure_step(method, batch, base, lora, tmp_path, within):
     trainer, config, row = {
         "sft": (QLoRASFTTrainer, SFTConfig, {"text": "".join(random.Random(0).choices("0123456789+=", k=TOKENS))}),
         "dpo": (QLoRADPOTrainer, DPOConfig, {"prompt": "1+2=", "chosen": "3" * TOKENS, "rejected": "4" * TOKENS}),
+        "kto": (QLoRAKTOTrainer, KTOConfig, {"prompt": "1+2=", "completion": "3" * TOKENS, "label": True}),
     }[method]
     fields = {
         "gradient_checkpointing": True,
@@ -90,3 +100,33 @@ def measure_step(method, batch, base, lora, tmp_path, within):
     request = {"method": method, "batch_size": batch, "max_length": TOKENS, "device": "cpu", "spec": base.spec}
     planned = plan_memory(read_config(base.path), lora=lora, **request)
     assert peaks == [pytest.approx(planned.step_bytes, rel=within)]
+
+
+@pytest.mark.parametrize("vocabulary", [None, 4096])
+def test_so_is_a_step_of_distillation(vocabulary, wide, tmp_path):
+    """On the student's base; TRL's tiles are as wide as 32,768 words whatever the vocabulary is."""
+    base, lora = wide, LoraConfig(r=16, target_modules="all-linear")
+    if vocabulary is not None:
+        shape = Shape(256, 768, 2, 4, 2, vocabulary=vocabulary)
+        base = prepare_base(make_model(tmp_path / "model", shape, positions=TOKENS), out=tmp_path / "base")
+    fields = {"gradient_checkpointing": True, "per_device_train_batch_size": 2, "max_completion_length": TOKENS - 4}
+    args = DistillationConfig(**tiny_training(output_dir=str(tmp_path / "run"), max_steps=1, **fields))
+    rows = Dataset.from_list([{"prompt": "1+2=", "told": "3=1+2="}] * 4)
+    ids = torch.randint(3, vocabulary or 100, (2, TOKENS))
+    batch = {"prompt_ids": ids[:, :4], "completion_ids": ids[:, 4:]}
+    batch |= {name.replace("ids", "mask"): torch.ones_like(each) for name, each in batch.items()}
+    taught_by = {"teacher_adapter": "none", "teacher_prompt": "told"}
+    with (
+        FakeEngine(load_base(base), max_model_length=TOKENS) as engine,
+        QLoRADistillationTrainer(
+            base, args=args, train_dataset=rows, peft_config=lora, rollout=engine, **taught_by
+        ) as made,
+    ):
+        made.model.gradient_checkpointing_enable({"use_reentrant": False})
+        made.model.train()
+        with Live() as live:
+            made.compute_loss(made.model, batch).backward()
+    request = {"method": "distill", "batch_size": 2, "max_length": TOKENS, "device": "cpu", "spec": base.spec}
+    planned = plan_memory(read_config(base.path), lora=lora, **request)
+    print(live.peak / 2**20, planned.step_bytes / 2**20)
+    assert live.peak == pytest.approx(planned.step_bytes, rel=0.1)

@@ -6,7 +6,7 @@ import pytest
 import transformers
 
 from qlora_rl import ConfigConflictError, recommend
-from qlora_rl.advice.settings import learning_rate
+from qlora_rl.advice.settings import TASKS, learning_rate
 from qlora_rl.cli import main
 from qlora_rl.fidelity import CORRECTION
 from qlora_rl.memory.cards import ROOM
@@ -29,7 +29,7 @@ def config_of(tmp_path_factory):
     return write
 
 
-@pytest.mark.parametrize("task", ["grpo", "rloo", "sft", "dpo"])
+@pytest.mark.parametrize("task", TASKS)
 def test_what_is_recommended_is_what_peft_and_trl_take(config_of, task, tmp_path):
     import trl
     from peft import LoraConfig
@@ -38,7 +38,7 @@ def test_what_is_recommended_is_what_peft_and_trl_take(config_of, task, tmp_path
     assert advice.fits
     lora = LoraConfig(**advice.lora)
     assert (lora.target_modules, lora.lora_alpha) == ("all-linear", 32)
-    kind = {"grpo": trl.GRPOConfig, "rloo": trl.RLOOConfig, "sft": trl.SFTConfig, "dpo": trl.DPOConfig}[task]
+    kind = getattr(trl, TASKS[task])
     config = kind(output_dir=str(tmp_path), use_cpu=True, **advice.config)
     assert config.optim == "paged_adamw_8bit"
     assert config.learning_rate == pytest.approx(10 * kind.__dataclass_fields__["learning_rate"].default)
@@ -47,6 +47,22 @@ def test_what_is_recommended_is_what_peft_and_trl_take(config_of, task, tmp_path
     assert (CORRECTION.items() <= advice.config.items()) == (task == "grpo")  # the others have no such fields
     for part in (advice.base, advice.lora, advice.config, advice.trainer):
         assert not [n for n in part if n not in advice.reasons and n not in ("task_type", "warmup_steps", *CORRECTION)]
+
+
+def test_a_second_model_that_teaches_leaves_less_for_the_kv_cache(config_of):
+    model = config_of("8b")
+    alone, taught = (recommend(model, "distill", 24, teacher=teacher) for teacher in (None, model))
+    assert alone.fits
+    assert "gpu_memory" not in alone.trainer  # which the trainer does not take
+    caches = [each.trainer["engine_options"]["kv_cache_gib"] for each in (alone, taught)]
+    assert caches[0] > caches[1] > 0
+    assert taught.estimate.request.teacher_bytes > 5 * 2**30
+    assert taught.trainer["teacher_model"] == str(model)
+
+
+def test_kto_gets_no_micro_batch_of_one_row(config_of):
+    assert recommend(config_of("8b"), "sft", 10).config["per_device_train_batch_size"] == 1
+    assert recommend(config_of("8b"), "kto", 10).config["per_device_train_batch_size"] == 2
 
 
 @pytest.mark.parametrize(("max_steps", "wanted"), [(5, 0), (40, 4), (200, 10)])

@@ -8,6 +8,7 @@ from transformers import Qwen3Config
 
 from qlora_rl import ConfigConflictError, MemoryBudgetError, plan_memory
 from qlora_rl.cli import main
+from qlora_rl.memory.pace import pace_of
 from qlora_rl.memory.plan import GIB, largest_length
 
 FIELDS = {
@@ -76,7 +77,7 @@ def test_the_longest_length_counts_the_host_memory():
     assert lengths[0] < lengths[1] < lengths[2]
 
 
-@pytest.mark.parametrize("method", ["sft", "dpo"])
+@pytest.mark.parametrize("method", ["sft", "dpo", "kto"])
 def test_a_method_without_an_engine_has_no_lines_of_one(method):
     estimate = plan(method=method, batch_size=4)
     grpo = plan(batch_size=8 if method == "dpo" else 4, sleeps=True)
@@ -91,10 +92,38 @@ def test_a_method_without_an_engine_has_no_lines_of_one(method):
 
 
 def test_what_contradicts_a_method_is_rejected():
-    with pytest.raises(ConfigConflictError, match="method='ppo' is none of grpo, rloo, sft, dpo"):
+    with pytest.raises(ConfigConflictError, match="method='ppo' is none of grpo, rloo, sft, dpo, kto, distill"):
         plan(method="ppo")
     with pytest.raises(ConfigConflictError, match=r"method=.sft. makes no engine\. Pass has_engine=False"):
         plan(method="sft", has_engine=True)
+
+
+def test_a_teacher_on_the_students_base_adds_next_to_nothing_and_a_second_model_its_weights():
+    grpo, shared = plan(padded=True, gpu_memory_gib=24), plan(method="distill", gpu_memory_gib=24)
+    assert shared.held_bytes == grpo.held_bytes
+    assert shared.held_bytes + shared.step_bytes < 1.02 * (grpo.held_bytes + grpo.step_bytes)
+    second = plan(method="distill", teacher=Qwen3Config(**FIELDS), gpu_memory_gib=24)
+    assert (
+        second.held_bytes - shared.held_bytes == named(second)["base, teacher"].nbytes == second.request.teacher_bytes
+    )
+    assert named(second)["base, teacher"].nbytes == named(plan(shared=False))["base, trainer"].nbytes
+    assert pace_of(second).train_s >= pace_of(shared).train_s > pace_of(grpo).train_s
+    assert "remove_padding=True" not in [each.advice for each in shared.savings()]  # which the trainer does not have
+    with pytest.raises(ConfigConflictError, match="method='grpo' has no teacher"):
+        plan(teacher=Qwen3Config(**FIELDS))
+
+
+def test_the_command_plans_a_teacher(tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(Qwen3Config(**FIELDS).to_json_string())
+    asked = ["plan", str(path), "--batch-size", "1", "--method", "distill", "--json"]
+    assert main(asked) == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert main([*asked, "--teacher", str(path)]) == 0
+    taught = json.loads(capsys.readouterr().out)
+    assert taught["held_bytes"] > alone["held_bytes"]
+    assert main(["plan", str(path), "--teacher", str(path)]) == 2
+    assert "--method distill" in capsys.readouterr().err
 
 
 def test_the_command_plans_methods_and_host_memory(tmp_path, capsys):

@@ -46,7 +46,7 @@ def test_the_example_is_what_the_command_prints(capsys, tmp_path):
     assert config.data.chat_template_kwargs == {"enable_thinking": False}
 
 
-@pytest.mark.parametrize("task", ["grpo", "rloo", "sft"])
+@pytest.mark.parametrize("task", ["grpo", "rloo", "sft", "distill"])
 def test_every_task_makes_a_file_that_train_takes(task, capsys, tmp_path):
     for data in ("openai/gsm8k", str(GSM8K)):
         config = read_config(made(capsys, tmp_path, *MODEL, "--task", task, "--data", data))
@@ -61,6 +61,38 @@ def test_dpo_makes_one_of_pairs(capsys, tmp_path):
     assert (config.method, config.data.prompt_template, config.data.format) == ("dpo", "{question}", "chat")
     with pytest.raises(ConfigConflictError, match="is for --task sft or grpo; it has no columns that dpo learns from"):
         tables_for("openai/gsm8k", "dpo")
+
+
+@pytest.mark.parametrize(
+    ("row", "columns"),
+    [
+        ({"question": "1+1=", "chosen": "2", "rejected": "3"}, {}),
+        ({"question": "1+1=", "response": "2", "label": True}, {"completion": "response"}),
+    ],
+)
+def test_kto_makes_one_of_pairs_or_labels(row, columns, capsys, tmp_path):
+    config = read_config(made(capsys, tmp_path, *MODEL, "--task", "kto", "--data", rows(tmp_path, row)))
+    assert (config.method, config.data.prompt_template, config.data.columns) == ("kto", "{question}", columns)
+
+
+def test_a_student_is_shown_the_answer_unless_another_teacher_is_named(capsys, tmp_path):
+    told = [*MODEL, "--task", "distill", "--data", str(GSM8K)]
+    config = read_config(made(capsys, tmp_path, *told))
+    assert config.teacher.adapter == "policy"
+    assert config.rollout.kv_cache_gib > 0
+    train, _ = load_data(config.data, teacher=config.teacher)
+    asked, read = (train[0][name][-1]["content"] for name in ("prompt", "teacher_prompt"))
+    assert read == f"{asked}\n\n(The answer is {train[0]['answer']}.)"
+    second = read_config(made(capsys, tmp_path, *told, "--teacher", "Qwen/Qwen3-8B"))
+    assert (second.teacher.model, second.teacher.adapter) == ("Qwen/Qwen3-8B", None)
+    (tmp_path / "run" / "adapter").mkdir(parents=True)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / "run" / "adapter" / name).write_text("{}")
+    held = read_config(made(capsys, tmp_path, *told, "--teacher", str(tmp_path / "run")))
+    assert (held.teacher.model, held.teacher.adapter) == (None, str(tmp_path / "run"))
+    with pytest.raises(ConfigConflictError, match=r"has no answer.*--teacher RUN"):
+        tables_for(rows(tmp_path, {"prompt": "a"}), "distill")
+    assert main(["recommend", *MODEL, "--task", "sft", "--teacher", "a"]) == 2
 
 
 @pytest.mark.parametrize("task", ["grpo", "sft"])
@@ -158,6 +190,7 @@ def test_whole_texts_have_no_template(tmp_path):
         ("grpo", {"prompt": "a", "answer": "b" * 50}, ConfigConflictError, "answers of up to 50 characters"),
         ("sft", {"question": "a"}, ConfigConflictError, "no column with an answer"),
         ("dpo", {"prompt": "a", "chosen": "b"}, ConfigConflictError, "no column with chosen and rejected"),
+        ("kto", {"prompt": "a", "completion": "b"}, ConfigConflictError, "or label, as kto needs"),
         ("grpo", {"prompt": "a", "image": "b"}, ConfigConflictError, r"images \(image\), and the model takes none"),
         (
             "dpo",
