@@ -180,6 +180,11 @@ def _look_at_teacher(value: str) -> list[str]:
     return [f"{wrong}, and is neither 'none' nor 'policy'{hint}" for wrong in _look_at_adapter(value)]
 
 
+def _look_at_url(value: str) -> list[str]:
+    is_url = value.startswith(("http://", "https://"))
+    return [] if is_url else [f"{show(value)} is no URL such as 'http://host:8000'"]
+
+
 def _look_at_where(value: str | list[str]) -> list[str]:
     urls = [value] if isinstance(value, str) else value
     if not urls:
@@ -249,5 +254,6 @@ _LOOKS: Mapping[str, Callable[[Any], list[str]]] = {
     "where": _look_at_where,
     "adapter": _look_at_adapter,
     "teacher": _look_at_teacher,
+    "url": _look_at_url,
     "text": _look_at_text,
 }

@@ -85,8 +85,8 @@ _RULES = (
     _Rule(
         "teacher",
         ("adapter",),
-        lambda c: c.teacher.model is not None,
-        "is the student's base, and model names another teacher. Remove one of them",
+        lambda c: c.teacher.model is not None or c.teacher.url is not None,
+        "is on the student's base, and model or url names another teacher. Remove one of them",
     ),
     _Rule(
         "teacher",
@@ -99,8 +99,20 @@ _RULES = (
     _Rule(
         "teacher",
         ("quant",),
-        lambda c: c.teacher.model is None,
-        "is that of model, and there is none. Remove it",
+        lambda c: c.teacher.model is None or c.teacher.url is not None,
+        "is that of a model in this process, and there is none. Remove it",
+    ),
+    _Rule(
+        "teacher",
+        ("top_k", "api_key_file"),
+        lambda c: c.teacher.url is None,
+        "is asked of a server, and there is no url. Remove it",
+    ),
+    _Rule(
+        "train",
+        ("temperature",),
+        lambda c: c.teacher.url is not None and c.train["temperature"] != 1,
+        "a teacher at a server says what it finds likeliest at temperature 1. Remove it",
     ),
     _Rule(
         "teacher",
@@ -255,11 +267,11 @@ def _of_method(config: RunConfig) -> Iterator[Finding]:
                 methods = ", ".join(known[name]["methods"])
                 text = f"belongs to {methods}, not to method = '{config.method}'. Remove it"
                 yield Finding(f"[{table}] {name}", text)
-    if config.method in TAUGHT and config.teacher.adapter is config.teacher.model is None:
+    if config.method in TAUGHT and config.teacher.adapter is config.teacher.model is config.teacher.url is None:
         yield Finding(
             "[teacher]",
             f"is missing: method = '{config.method}' learns from a teacher. Write [teacher] and adapter (a run, 'none' "
-            "or 'policy'), or model",
+            "or 'policy'), model or url",
         )
     scores = METHODS[config.method].scores
     if config.rewards and not scores:

@@ -108,7 +108,7 @@ def launch(config: RunConfig, begun: Callable[[Path], None] = lambda directory: 
         **({"reward_funcs": rewards} if rewards else {}),
         **tools,
         **trainer_arguments(config),
-        **({"teacher_model": make_teacher(config).path} if config.teacher.model is not None else {}),
+        **({} if config.teacher.url or not config.teacher.model else {"teacher_model": make_teacher(config).path}),
     }
     out = Path(config.run.dir)
     for each in changed_files(config, out) if config.run.existing == "resume" else []:
@@ -367,10 +367,11 @@ def trainer_arguments(config: RunConfig) -> dict[str, Any]:
     if config.method in REPLAYING:
         found["routing_replay"] = config.run.routing_replay
     if config.method in TAUGHT:
-        found |= {
-            "teacher_adapter": config.teacher.adapter,
-            "teacher_prompt": TEACHER_COLUMN if config.teacher.has_prompt else None,
-        }
+        teacher = config.teacher
+        found |= {"teacher_prompt": TEACHER_COLUMN if teacher.has_prompt else None, "teacher_adapter": teacher.adapter}
+        if teacher.url is not None:
+            found |= {"teacher_url": teacher.url, "teacher_model": teacher.model}
+            found |= {"teacher_top_k": teacher.top_k, "teacher_key_file": teacher.api_key_file}
     if config.method == "async_grpo":
         found |= {"max_staleness": config.rollout.max_staleness, "rollout_threads": config.rollout.rollout_threads}
     if not METHODS[config.method].samples:

@@ -103,8 +103,8 @@ def option(
         says: what it does, one line.
         default: without one it must be given.
         kind: of what it names: "path", "file", "text", "adapter", "out" (made absolute), "teacher" (so, but for a
-            word), "model", "data" (a path, or a name on the hub), "reward", "function" ("path.py:name"), "where",
-            "template", "patterns", or "" for a plain value.
+            word), "model", "url", "data" (a path, or a name on the hub), "reward", "function" ("path.py:name"),
+            "where", "template", "patterns", or "" for a plain value.
         methods: the only methods that know it; empty for all.
         example: for the file to start from.
         bounds: of a number, by pydantic's names: ge, gt, le, lt.
@@ -251,8 +251,19 @@ class Teacher(Table):
         methods=TAUGHT,
         example="runs/longer",
     )
+    url: str | None = option(
+        "a server, of `qlora-rl serve` or vLLM's own: what it finds likeliest at each token",
+        None,
+        kind="url",
+        methods=TAUGHT,
+        example="http://host:8000",
+    )
+    top_k: int = option(
+        "how many tokens it is asked for; more than 20 need its --max-logprobs", 20, ge=1, methods=TAUGHT
+    )
+    api_key_file: str | None = option("file with the API key of that server", None, kind="file", methods=TAUGHT)
     model: str | None = option(
-        "a second model in this process, with the student's tokens: as [base] model",
+        "a second model in this process, with the student's tokens: as [base] model; with url, its name at the server",
         None,
         kind="model",
         methods=TAUGHT,
@@ -477,6 +488,9 @@ ALIASES: Mapping[str, str] = MappingProxyType(
         "teacher_model": "[teacher] model",
         "teacher_adapter": "[teacher] adapter",
         "teacher_prompt": "[teacher] prompt",
+        "teacher_url": "[teacher] url",
+        "api_key_file": "[rollout] api_key_file",
+        "top_k": "[train] top_k",
         "environment_factory": "[environment] use",
         "load_in_4bit": "[base] quant",
         "output_dir": "[run] dir",

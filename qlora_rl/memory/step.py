@@ -223,12 +223,13 @@ def teacher_lines(
         hidden: width of its hidden states; `None` for the student's.
     """
     wide, tokens, of_teacher = width(spec), batch * length, hidden or shape.hidden
-    rows, columns = min(tokens, HEAD_TOKENS), min(shape.vocabulary, HEAD_VOCABULARY)
+    rows = min(tokens, SMALL_TILE if device == "cpu" else HEAD_TOKENS)
     tile = rows * HEAD_VOCABULARY * 8
-    states = tokens * shape.hidden * (4 + 2 * wide) + tokens * of_teacher * wide
+    states = tokens * shape.hidden * (4 + 2 * wide)
     if device == "cpu":
-        tile += rows * columns * 4 * DIVERGENCE_TILES
-        states = tokens * shape.hidden * 4
+        columns = min(shape.vocabulary, HEAD_VOCABULARY)
+        tile += columns * 4 * max(rows * DIVERGENCE_TILES, rows + shape.hidden)  # or the part of the head, lifted
+        states = tokens * shape.hidden * 2 * wide
     else:
         tile += rows * HEAD_VOCABULARY * wide
     why = f"{tokens} tokens x {of_teacher} x {wide} bytes; its pass keeps nothing else"

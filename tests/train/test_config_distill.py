@@ -5,7 +5,8 @@ import json
 from pathlib import Path
 
 import pytest
-from test_distillation import saved_adapter
+from test_distillation import saved_adapter, taught  # noqa: F401
+from test_teacher_server import a_teacher, teacher  # noqa: F401
 from transformers import AutoTokenizer
 
 from qlora_rl import load_base
@@ -72,26 +73,33 @@ def test_a_run_teaches_the_next_and_reads_what_the_student_reads(run, base, mode
 
 
 def test_a_second_model_is_held_in_4_bits(run, other_model_dir, monkeypatch):
-    taught = []
+    held = []
 
     def load(*args, **given):
-        taught.append(load_base(*args, **given))
-        return taught[-1]
+        held.append(load_base(*args, **given))
+        return held[-1]
 
     monkeypatch.setattr("qlora_rl.train.distillation.load_base", load)
     settings = ["teacher={}", f"teacher.model={other_model_dir}"]
     described, inputs = run(*settings)
     assert described["teacher"]["kind"] == "model"
-    assert bare_model(taught[0]).is_loaded_in_4bit
+    assert bare_model(held[0]).is_loaded_in_4bit
     assert "teacher_prompt_ids" not in inputs
 
 
-def chat(tmp_path, model_dir, teacher, **data):
+def test_a_server_is_asked_by_its_url(run, teacher):  # noqa: F811
+    described, inputs = run("teacher={}", f"teacher.url={teacher.url}", "teacher.top_k=5")
+    assert described["teacher"]["url"] == teacher.url
+    assert teacher.asked[-1][0]["prompt_logprobs"] == 5
+    assert inputs["teacher_ids"].shape[-1] >= 5
+
+
+def chat(tmp_path, model_dir, said_by, **data):
     rows = [{"prompt": f"1+{n}=", "hint": f"Say {1 + n}."} for n in range(3)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     document = {
         "method": "distill", "base": {"model": str(model_dir)}, "run": {"dir": str(tmp_path / "run")},
-        "data": {"train": "rows.jsonl", "format": "chat", **data}, "teacher": {"adapter": "policy", **teacher},
+        "data": {"train": "rows.jsonl", "format": "chat", **data}, "teacher": {"adapter": "policy", **said_by},
         "train": {"max_steps": 1, "max_completion_length": 4},
     }  # fmt: skip
     (tmp_path / "run.toml").write_text(to_toml(document))

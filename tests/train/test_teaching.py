@@ -2,11 +2,13 @@
 they disagree most."""
 
 import json
+import math
 
 import pytest
 import torch
 from online_kinds import TINY
-from test_distillation import HINTED, saved_adapter
+from test_distillation import HINTED, saved_adapter, taught  # noqa: F401
+from test_teacher_server import a_teacher, teacher  # noqa: F401
 from trl import DistillationConfig
 
 from qlora_rl import QLoRADistillationTrainer
@@ -96,11 +98,29 @@ def test_an_evaluation_is_measured_too_and_writes_no_tokens(base, engine, lora, 
     assert not (tmp_path / "run" / "teacher.json").exists()
 
 
-def test_an_adapter_teaches_with_tokens_of_its_own(base, engine, lora, tmp_path):
-    teacher = saved_adapter(base, tmp_path / "teacher", 1)
+def test_a_server_says_what_its_teacher_expects(base, engine, lora, teacher, tmp_path):  # noqa: F811
     args = DistillationConfig(**TINY | {"max_completion_length": 4, "output_dir": str(tmp_path / "run")})
     with QLoRADistillationTrainer(
-        base, args=args, train_dataset=HINTED, peft_config=lora, rollout=engine, teacher_adapter=teacher
+        base, args=args, train_dataset=HINTED, peft_config=lora, rollout=engine, teacher_url=teacher.url
+    ) as trainer:
+        trainer.train()
+    for line in lines(tmp_path / "run"):
+        assert line["teacher_divergence"] == pytest.approx(line["loss"], rel=1e-3)
+    tokenizer = trainer.processing_class
+    for each in json.loads((tmp_path / "run" / "teacher.json").read_text())["last"]["tokens"]:
+        said = teacher.said_of(each["before"] + each["token"], 3)[-1]
+        best = max(said, key=lambda token: said[token]["logprob"])
+        assert each["teacher"][0] == [
+            tokenizer.decode([int(best)]),
+            pytest.approx(math.exp(said[best]["logprob"]), rel=0.05),
+        ]
+
+
+def test_an_adapter_teaches_with_tokens_of_its_own(base, engine, lora, tmp_path):
+    directory = saved_adapter(base, tmp_path / "teacher", 1)
+    args = DistillationConfig(**TINY | {"max_completion_length": 4, "output_dir": str(tmp_path / "run")})
+    with QLoRADistillationTrainer(
+        base, args=args, train_dataset=HINTED, peft_config=lora, rollout=engine, teacher_adapter=directory
     ) as trainer:
         trainer.train()
     tokens = json.loads((tmp_path / "run" / "teacher.json").read_text())["last"]["tokens"]
