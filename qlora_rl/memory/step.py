@@ -223,7 +223,7 @@ def teacher_lines(
         hidden: width of its hidden states; `None` for the student's.
     """
     wide, tokens, of_teacher = width(spec), batch * length, hidden or shape.hidden
-    rows = min(tokens, SMALL_TILE if device == "cpu" else HEAD_TOKENS)
+    rows = min(tokens, (SMALL_TILE if device == "cpu" else HEAD_TOKENS) // 4)
     tile = rows * HEAD_VOCABULARY * 8
     states = tokens * shape.hidden * (4 + 2 * wide)
     if device == "cpu":
