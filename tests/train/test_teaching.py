@@ -12,8 +12,9 @@ from test_teacher_server import a_teacher, teacher  # noqa: F401
 from trl import DistillationConfig
 
 from qlora_rl import QLoRADistillationTrainer
+from qlora_rl.adapter.inspected import bare_model
 from qlora_rl.report import write_report
-from qlora_rl.sync.forward import bare_model, evaluating
+from qlora_rl.sync.forward import evaluating
 
 
 @pytest.fixture
