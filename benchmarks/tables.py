@@ -938,7 +938,7 @@ def main() -> int:
     stale = []
     for file in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "benchmarks" / "details.md"]:
         text = file.read_text()
-        fresh = render(text)
+        fresh = gpu_tables.say(str(file.relative_to(ROOT)), render(text), _gpu())
         if fresh == text:
             continue
         stale.append(str(file.relative_to(ROOT)))

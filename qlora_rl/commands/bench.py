@@ -20,7 +20,12 @@ def add(commands: Any) -> None:
         choices=list(AGAINST),
         help="tokens per second with an adapter; seconds of a push; seconds and peak memory of a training step",
     )
-    bench.add_argument("--size", choices=["demo", "0.1b", "0.4b"], default="demo", help="(default: %(default)s)")
+    bench.add_argument(
+        "--size",
+        choices=["demo", "0.1b", "0.4b", "8b"],
+        default="demo",
+        help="of a random model; 8b is that of Llama 3.1 8B, for a GPU (default: %(default)s)",
+    )
     bench.add_argument(
         "--against",
         choices=["stock", "trl"],

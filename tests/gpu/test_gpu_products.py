@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from qlora_rl import LocalEngine
 from qlora_rl.bench.products import Linear, make_weight
-from qlora_rl.engine.linears.base_compute import BaseCompute
 from qlora_rl.engine.linears.gpu_compute import (
     TOKENS,
     RuledLinear,
@@ -13,7 +11,6 @@ from qlora_rl.engine.linears.gpu_compute import (
     measure,
     multiply_by,
     read_out,
-    table_of_this_gpu,
     ways_for,
 )
 
@@ -92,22 +89,3 @@ def test_the_clock_measures_every_way():
     seconds = measure([make_weight(QKV, "cuda", seed=i) for i in range(4)], 16, gpu_seconds, with_triton=True)
     assert set(seconds) == set(ways_for(16, with_triton=True))
     assert all(1e-7 < value < 1e-1 for value in seconds.values())
-
-
-@pytest.mark.parametrize("enforce_eager", [True, False])
-def test_an_engine_that_measures_draws_as_vllms_own_way_does(base, tmp_path, monkeypatch, enforce_eager):
-    monkeypatch.setenv("QLORA_RL_CACHE", str(tmp_path))
-    options = {"max_model_length": 64, "max_num_seqs": 8, "enforce_eager": enforce_eager}
-    prompts = [[40 + i, 41, 42, 43 + i] for i in range(8)]
-    with LocalEngine(base, base_compute="vllm", **options) as engine:
-        wanted = engine.score(prompts)
-    with LocalEngine(base, base_compute="auto", **options) as engine:
-        assert engine.base_compute.base in ("measured", "vllm")
-        assert engine.base_compute.ways
-        found = engine.score(prompts)
-        described = engine.describe_base()
-    assert torch.allclose(torch.tensor(found), torch.tensor(wanted), atol=0.05)
-    assert table_of_this_gpu().seconds
-    with LocalEngine(base, base_compute="auto", **options) as engine:  # out of the table
-        assert isinstance(engine.base_compute, BaseCompute)
-        assert engine.describe_base() == described

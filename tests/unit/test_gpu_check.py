@@ -4,6 +4,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -62,17 +63,14 @@ def test_without_a_gpu_it_says_so_with_a_code_of_its_own_and_writes_nothing(tmp_
 
 def test_the_plan_has_every_marked_test_once_and_no_piece_is_longer_than_nine_minutes():
     pieces = check.plan()
-    commands = [" ".join(p.command) for p in pieces]
-    for file in (
-        "tests/gpu/test_gpu.py",
-        "tests/gpu/test_gpu_padding.py",
-        "tests/gpu/test_gpu_products.py",
-        "tests/gpu/test_gpu_weights.py",
-    ):
-        written = [line for line in (ROOT / file).read_text().splitlines() if line.startswith("def test_")]
-        for line in written:
-            name = line.removeprefix("def ").partition("(")[0]
-            assert sum(command.endswith(f"{file}::{name}") for command in commands) == 1, name
+    files = [part for p in pieces for part in p.command if part.startswith("tests/")]
+    marked = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "gpu", "tests/gpu", "tests/torchrl"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    ).stdout
+    assert sorted(files) == sorted({line.partition("::")[0] for line in marked.splitlines() if "::" in line})
     assert all(0 < p.limit_s <= 540 for p in pieces)
     for p in pieces:
         files = [part for part in p.command if part.endswith(".py") or "::" in part]
@@ -86,7 +84,8 @@ def test_marks_are_found_on_files_and_on_functions(tmp_path):
         "import pytest\npytestmark = [pytest.mark.gpu]\ndef test_a(): ...\ndef helper(): ...\n"
     )
     (tests / "test_one.py").write_text("import pytest\n@pytest.mark.gpu\ndef test_b(): ...\ndef test_c(): ...\n")
-    assert check.gpu_tests(tests) == ["tests/test_all.py::test_a", "tests/test_one.py::test_b"]
+    (tests / "test_two.py").write_text("import pytest\ndef test_d(): ...  # not pytest.mark.gpu\n")
+    assert check.gpu_tests(tests) == ["tests/test_all.py", "tests/test_one.py"]
 
 
 def test_every_command_of_the_plan_is_understood_by_what_it_calls(tmp_path):
@@ -94,16 +93,16 @@ def test_every_command_of_the_plan_is_understood_by_what_it_calls(tmp_path):
     from qlora_rl.cli import _parser
 
     said = {}
-    for p in check.plan():
+    for p in [*check.plan(), *check.plan(device="cpu")]:
         command = [part.replace("{out}", str(tmp_path)) for part in p.command]
         if "qlora_rl.cli" in command:
             _parser().parse_args(command[3:])
-        elif command[1].startswith("benchmarks/"):
+        elif command[1].startswith(("benchmarks/", "scripts/")):
             script = command[1]
             if script not in said:
                 said[script] = subprocess.check_output([sys.executable, str(ROOT / script), "--help"], text=True)
             assert all(part in said[script] for part in command if part.startswith("--")), command
-    assert len(said) == 2
+    assert len(said) == 3
 
 
 def test_outcomes_are_kept_and_only_what_failed_is_tried_again(tmp_path):
@@ -133,6 +132,59 @@ def test_outcomes_are_kept_and_only_what_failed_is_tried_again(tmp_path):
     assert [ran(tmp_path, p.name) for p in pieces] == [1, 2, 2, 1]
 
 
+FACT = """
+import json, pathlib, sys, time
+out = pathlib.Path(sys.argv[2])
+for ok in (True, False):
+    (out / "facts.jsonl").open("a").write(json.dumps({"fact": str(ok), "ok": ok}) + "\\n")
+out.joinpath("numbers.json").write_text('{"kl": 1}')
+"""
+
+
+def test_facts_are_kept_of_a_piece_that_is_killed_and_numbers_are_judged(tmp_path):
+    judge = {"right": lambda numbers: "", "wrong": lambda numbers: f"KL of {numbers['kl']}"}
+    pieces = [piece(name, tmp_path, FACT, judge=function) for name, function in judge.items()]
+    pieces.append(piece("killed", tmp_path, FACT + "time.sleep(1000)", limit_s=10, judge=judge["wrong"]))
+    assert check.run_all(pieces, tmp_path / "state", os.environ, cwd=tmp_path) == check.SOME_FAILED
+    assert statuses(pieces, tmp_path / "state") == {"right": "passed", "wrong": "failed", "killed": "timed out"}
+    found = check.outcomes(pieces, tmp_path / "state")
+    assert all([fact["ok"] for fact in outcome["facts"]] == [True, False] for outcome in found.values())
+    assert "KL of 1" in found["wrong"]["tail"]
+
+
+def test_a_demo_and_a_memory_estimate_are_judged_by_their_numbers():
+    assert check.learned({"accuracy_after": 0.9, "mismatch_kl_median": 1e-3}) == ""
+    assert "right" in check.learned({"accuracy_after": 0.8, "mismatch_kl_median": 1e-3})
+    assert "KL" in check.learned({"accuracy_after": 0.9, "mismatch_kl_median": 3e-3})
+    assert check.learned({})
+
+    def said(planned, **measured):
+        return check.well_planned({"8b": {"lengths": {"64": {"planned": {"peak": planned}, "measured": measured}}}})
+
+    assert said(120, peak=1, **{"peak of the allocator": 100}) == ""
+    assert "64 tokens" in said(85, peak=1, **{"peak of the allocator": 100})
+    assert "64 tokens" in said(160, peak=100)
+
+
+def test_a_rehearsal_records_nothing_and_says_what_needs_a_card(tmp_path, monkeypatch, capsys):
+    """The pieces are made up: those of the plan take minutes."""
+    needing = piece("needing", tmp_path, needs_card=True)
+    said = "import os; print(os.environ['DEVICE'], repr(os.environ['CUDA_VISIBLE_DEVICES']))"
+    monkeypatch.setattr(check, "plan", lambda device: [piece("one", tmp_path, said), needing])
+    results = ROOT / "benchmarks" / "results" / "gpu.json"
+    before = results.read_bytes() if results.exists() else None
+    options = ["--device", "cpu", "--state", str(tmp_path / "state")]
+    assert check.main(options) == check.OK
+    assert "needing: not run, it needs a card" in capsys.readouterr().out
+    (home,) = (tmp_path / "state").glob("rehearsal-*")
+    assert (home / "one" / "log.txt").read_text() == "cpu ''\n"
+    assert ran(tmp_path, "needing") == 0
+    assert (results.read_bytes() if results.exists() else None) == before
+    for option in ("--json", "--out"):
+        with pytest.raises(SystemExit):
+            check.main([*options, option, str(tmp_path / "x")])
+
+
 def test_a_piece_that_says_that_something_is_missing_has_not_failed(tmp_path):
     command = ("{python}", "-c", "import sys; sys.exit(3)")
     lacking = check.Piece("lacking", command, 60, lacks_code=3)
@@ -160,13 +212,26 @@ def test_outcomes_of_changed_files_are_not_those_of_the_commit(tmp_path):
     assert check.commit(tmp_path) == clean
 
 
-def test_a_skipped_test_is_not_a_passed_one(tmp_path):
+def test_a_skipped_test_is_not_a_passed_one(tmp_path, capsys):
     (tmp_path / "test_x.py").write_text("import pytest\ndef test_x(): pytest.skip('two GPUs')\n")
     skipped = check.Piece("skipped", ("{python}", "-m", "pytest", "-q", "-rs", "test_x.py"), 300)
     assert check.run_all([skipped], tmp_path / "state", os.environ, cwd=tmp_path) == check.OK
     outcome = check.outcomes([skipped], tmp_path / "state")["skipped"]
     assert outcome["status"] == "not run"
     assert "two GPUs" in outcome["tail"]
+    assert re.search(r"not run after .*two GPUs$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_each_test_of_a_piece_has_its_outcome(tmp_path):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_x.py").write_text(
+        "import pytest\n@pytest.mark.parametrize('word', ['a b', 'c'])\ndef test_x(word): assert word == 'c'\n"
+        "def test_y(): pytest.skip('two GPUs')\n"
+    )
+    several = check.Piece("several", ("{python}", "-m", "pytest", "-v", "tests/test_x.py"), 300)
+    check.run_all([several], tmp_path / "state", os.environ, cwd=tmp_path)
+    tests = check.outcomes([several], tmp_path / "state")["several"]["tests"]
+    assert tests == {"test_x[a b]": "FAILED", "test_x[c]": "PASSED", "test_y": "SKIPPED"}
 
 
 def test_a_budget_cuts_off_and_names_what_it_leaves_out(tmp_path, monkeypatch, capsys):
@@ -209,7 +274,7 @@ def test_what_is_to_be_brought_back_is_in_the_folder_that_was_named(tmp_path, mo
     """The GPU and the pieces are made up; the rest is what runs on a GPU."""
     stack = {"gpu": "H100", "python": "3.12.3", "packages": {"torch": "2.11.0", "vllm": "0.26.0"}, "missing": []}
     monkeypatch.setattr(check, "probe", lambda *_: stack)
-    monkeypatch.setattr(check, "plan", lambda: [piece("one", tmp_path, "print('said')"), piece("two", tmp_path)])
+    monkeypatch.setattr(check, "plan", lambda device: [piece("one", tmp_path, "print('said')"), piece("two", tmp_path)])
     committed = ROOT / "benchmarks" / "results" / "gpu.json"
     before = committed.read_bytes() if committed.exists() else None
     out = tmp_path / "out"
@@ -311,22 +376,62 @@ def test_an_outcome_counts_for_its_stack_alone():
     assert key != check.stack_key({**stack, "packages": {**stack["packages"], "vllm": "0.31.0"}}, "abc")
 
 
+def test_every_sentence_that_a_gpu_decides_is_in_its_page_and_changes_with_the_outcome():
+    names = {p.name for p in check.plan()}
+    file = ROOT / "benchmarks" / "results" / "gpu.json"
+    result = json.loads(file.read_text()) if file.exists() else {}
+    for sentence in tables.sentences():
+        text, page, pieces = (ROOT / sentence["page"]).read_text(), sentence["page"], sentence["pieces"]
+        assert names >= set(pieces)
+        held = sentence[tables.decided(pieces, result) or "now"]
+        assert text.count(held) == 1
+        for outcome in ("passed", "failed"):
+            ends = dict.fromkeys(pieces, "passed") | {pieces[-1]: outcome}
+            ended = {"run": {"pieces": {name: {"status": end} for name, end in ends.items()}}}
+            said = tables.say(page, text, ended)
+            assert sentence[outcome] in said
+            assert tables.say(page, said, ended) == said
+        unfinished = {"run": {"pieces": {pieces[0]: {"status": "cut off"}}}}
+        assert held in tables.say(page, text, unfinished)
+    # The newest check that has ended counts, whatever came before it.
+    both = {"old": {"pieces": {"demo": {"status": "failed"}}}, "new": {"pieces": {"demo": {"status": "passed"}}}}
+    assert tables.decided(["demo"], both) == "passed"
+    decided = {name for sentence in tables.sentences() for name in sentence["pieces"]}
+    assert not [name for name in names - decided if name.startswith(("test-", "engine-", "memory", "demo"))]
+
+
 def test_the_tables_say_not_run_yet_and_then_what_was_found():
     """The numbers have the shape that the benches write: they are those of the CPU."""
     assert "not run yet" in tables.stacks({})
     assert "not run yet" in tables.numbers({})
     results = ROOT / "benchmarks" / "results"
+    lengths = json.loads((results / "memory_lengths.json").read_text())["shapes"]["256"]["lengths"]
+    memory = {"size": "8b", "layers": 4, "lengths": lengths}
     pieces = {
         "demo": {"status": "passed", "numbers": json.loads((results / "demo.json").read_text())["seeds"]["0"]},
         "bench-rollout-0.4b": {"status": "passed", "numbers": json.loads((results / "rollout.json").read_text())},
         "bench-step-0.1b": {"status": "passed", "numbers": json.loads((results / "step.json").read_text())},
         "field-qlora_rl": {"status": "passed", "numbers": json.loads((results / "field.json").read_text())},
+        "memory-8b": {"status": "passed", "numbers": {"": memory}},
+        "bench-sync-0.4b": {
+            "status": "passed",
+            "numbers": json.loads((results / "sync.json").read_text()) | {"size": ""},
+        },
+        "engine-eager": {
+            "status": "failed",
+            "facts": [
+                {"fact": "mismatch at temperature 1.0", "ok": True, "value": {"kl": 1.23e-4}},
+                {"fact": "base verified", "ok": False, "value": None},
+            ],
+            "tests": {"test_a": "FAILED", "test_b": "PASSED"},
+        },
         "test-x": {"status": "timed out"},
         "test-y": {"status": "not run"},
     }
     stack = {"gpu": "H100", "python": "3.12.3", "packages": {"torch": "2.11.0", "vllm": "0.26.0"}, "commit": "abc"}
     result = {"key": {**stack, "planned": [*pieces, "test-z"], "pieces": pieces}}
-    assert "4 of 7 | test-x (timed out) | test-y, test-z |" in tables.stacks(result)
+    bad = "engine-eager (failed, base verified, `test_a`), test-x (timed out)"
+    assert f"6 of 10 | {bad} | test-y, test-z |" in tables.stacks(result)
     shown = tables.numbers(result)
     marks = pieces["demo"]["numbers"]
     for what in (
@@ -334,5 +439,8 @@ def test_the_tables_say_not_run_yet_and_then_what_was_found():
         "rollout, 0.4b, batch 16, `nf4`",
         "a step, 0.1b",
         "qlora_rl",
+        "engine-eager, mismatch at temperature 1.0 | kl 0.00012 |",
+        "GiB, planned",
+        "TRL's merge against it",
     ):
         assert what in shown
