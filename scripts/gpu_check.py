@@ -480,8 +480,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--device",
         choices=["cuda", "cpu"],
-        default=os.environ.get("DEVICE", "cuda"),
-        help="cpu: a rehearsal (default: cuda, or DEVICE)",
+        default="cpu" if os.environ.get("DEVICE") == "cpu" else "cuda",
+        help="cpu: a rehearsal (default: cuda; cpu with DEVICE=cpu)",
     )
     parser.add_argument("--only", nargs="+", metavar="WORD", help="pieces with one of these words in their name")
     parser.add_argument("--retry", action="store_true", help="also what has failed before")

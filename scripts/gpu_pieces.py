@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -207,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("piece", choices=["facts", "engine-eager", "engine-graphs"])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default=os.environ.get("DEVICE", "cuda"))
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     asked = parser.parse_args(argv)
     facts = Facts(asked.out)
     if asked.piece == "facts":
