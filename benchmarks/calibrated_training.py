@@ -40,7 +40,7 @@ LARGEST, HELD_OUT = 19, 48
 BASES = ("16 bits", "plain NF4", "NF4, shipped text", "NF4, the task's text")
 SEEDS = {"SFT": (0, 1, 2), "GRPO": (0,)}
 # After which steps of a run is measured.
-STEPS = {"SFT": (50, 100), "GRPO": (10, 20)}
+STEPS = {"SFT": (50, 100), "GRPO": (10, 20, 50)}
 TRAINED_ON = BASES[:3]
 ROWS = [f"start, {base}" for base in TRAINED_ON]
 ROWS += [f"{method}, {base}, seed {seed}" for method, seeds in SEEDS.items() for seed in seeds for base in TRAINED_ON]
@@ -173,7 +173,7 @@ def main() -> None:
                 row = {"steps": {"0": measured(load_base(base), tokenizer, held_out)}}
         else:
             row = trained(method, base, int(seed))
-        found["rows"][name] = row
+        found["rows"][name] = row | {"torch_kernels": torch.backends.cpu.get_cpu_capability()}
         found = described({"held_out": HELD_OUT, "trained_on": len(train), "settings": CONFIGS, "rows": found["rows"]})
         RESULTS.write_text(json.dumps(found, indent=1) + "\n")
         print(name, row, flush=True)
