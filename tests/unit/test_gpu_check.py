@@ -115,7 +115,7 @@ def test_outcomes_are_kept_and_only_what_failed_is_tried_again(tmp_path):
     pieces = [
         piece("good", tmp_path, "pathlib.Path(sys.argv[2], 'numbers.json').write_text('{\"a\": 1}')"),
         piece("bad", tmp_path, "print('because'); sys.exit(7)"),
-        piece("slow", tmp_path, sleeper, limit_s=3),
+        piece("slow", tmp_path, sleeper, limit_s=8),
         piece("lacking", tmp_path, needs=("no_such_module",)),
     ]
     state = tmp_path / "state"
