@@ -67,7 +67,7 @@ def test_a_server_says_the_likeliest_tokens_teaches_and_dies(server, base, adapt
         teacher_prompt="told",
         rollout=server.url,  # the student samples where the teacher is asked
     ) as made:
-        assert made._taught_by["digest"] == base.identity[:32]
+        assert made._taught_by["digest"] == of_base
         made.train()
         losses = [step["loss"] for step in lines(tmp_path)]
         print("losses", losses, "mismatch", [step["mismatch_kl"] for step in lines(tmp_path)])
