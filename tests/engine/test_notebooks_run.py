@@ -36,6 +36,8 @@ ASKED = {
     " 'right': [part['reward'].mean() for part in (first, last)], 'failed': last['tools/failure_frequency'].mean(),"
     " 'kl': steps['mismatch_kl'].median()}",
     "206": "{'before': accuracy['before'], 'after': accuracy['after'], 'kl': steps['mismatch_kl'].max(), 'steps': len(steps)}",
+    "207": "{'before': shares['before'], 'taught': shares['before, with the examples'], 'after': shares['after'],"
+    " 'kl': steps['mismatch_kl'].median(), 'loss': [steps['loss'].head(3).mean(), steps['loss'].tail(3).mean()]}",
     "301": "{'found': {bug.__name__: [first_fault(alarms[letter])[0], getattr(first_fault(alarms[letter])[1], 'cause', None)]"
     " for letter, bug in runs.items()}, 'stopped': stopped.cause, 'rejected': type(rejected).__name__}",
     "302": "{name: {'seconds': seconds(way, 'step_seconds'), 'age': int(way['steps'].get('staleness_max', pd.Series([0])).max()),"
@@ -144,6 +146,11 @@ def test_every_notebook_runs_shows_what_it_says_and_runs_again_in_the_same_kerne
         assert got["steps"] == 200
         assert got["after"] > got["before"] + 0.4  # measured: 0.35 -> 0.86
         assert got["kl"] < 1e-3
+    elif number == "207":
+        assert got["taught"] >= 0.9 > 0.1 >= got["before"]
+        assert got["after"] >= 0.8
+        assert got["loss"][1] < 0.5 * got["loss"][0]
+        assert got["kl"] < 1e-2  # what bfloat16 rounds in this model; GRPO's is the same
     elif number == "301":
         causes = {"twice_as_strong": "scale", "an_old_one": "stale", "one_layer_lost": "layer"}
         assert got["found"] == {name: [9, cause] for name, cause in causes.items()} | {"nothing": [None, None]}
