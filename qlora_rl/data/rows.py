@@ -106,8 +106,8 @@ def as_conversation(
         for name in ("messages", "prompt") if "prompt" in found or "messages" in found else ("chosen", "rejected"):
             if name in found:
                 found[name] = _under(system_prompt, found[name])
-    if TEACHER_COLUMN in found and (system := of_teacher or system_prompt) is not None:
-        found[TEACHER_COLUMN] = _under(system, found[TEACHER_COLUMN])
+    if TEACHER_COLUMN in found and (system := system_prompt if of_teacher is None else of_teacher) is not None:
+        found[TEACHER_COLUMN] = _under(system, found[TEACHER_COLUMN], replace=of_teacher is not None)
     return found
 
 
@@ -132,8 +132,9 @@ def _found(pattern: re.Pattern[str], value: Any) -> str | None:
     return None if found is None else found.strip()
 
 
-def _under(system_prompt: str, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _under(system_prompt: str, messages: Sequence[Mapping[str, Any]], *, replace: bool = False) -> list[dict[str, Any]]:
     if not messages:  # a system message alone is no conversation
         return []
-    has_own = messages[0].get("role") == "system"
-    return [*([] if has_own else [{"role": "system", "content": system_prompt}]), *map(dict, messages)]
+    own = [dict(each) for each in messages[:1] if each.get("role") == "system"]
+    system = [{"role": "system", "content": system_prompt}] if replace or not own else own
+    return [*system, *map(dict, messages[len(own) :])]

@@ -10,10 +10,10 @@ Letters: B completions, T tokens (padded), N scored tokens, H hidden size.
 
 from __future__ import annotations
 
+import operator
 import os
 import weakref
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE
 
 from qlora_rl.adapter.directory import open_adapter
 from qlora_rl.adapter.inspected import bare_model
-from qlora_rl.base.checkpoint import MANIFEST, load_base
+from qlora_rl.base.checkpoint import load_base, prepare_base
 from qlora_rl.contracts import RolloutEngine
 from qlora_rl.documents import read_object
 from qlora_rl.engine.client import PromptLogprobs
@@ -115,7 +115,8 @@ class QLoRADistillationTrainer(
 
     Args:
         model: as `QLoRAGRPOTrainer` takes it.
-        teacher_model: a second model in this process: an object, a name (as TRL), or a prepared base.
+        teacher_model: a second model in this process: a name, which is quantised to NF4 as `model` is (where
+            `teacher_model_init_kwargs` is set TRL loads it), a prepared base, or an object.
         teacher_adapter: in place of it the student's own base, which is held once: with the adapter of a directory or
             of a run; "none": without any; "policy": with the adapter that is trained, as it is at that moment.
         teacher_url: or a server, of `qlora-rl serve` or vLLM's own, which is asked for the likeliest tokens at each
@@ -162,7 +163,8 @@ class QLoRADistillationTrainer(
             )
         if url is not None:
             reasons += self._contradictions(asked.args)
-        if self.teacher_prompt is None and (adapter == POLICY or (adapter == NONE and asked.peft_config is not None)):
+        is_alike = adapter == POLICY or (adapter == NONE and asked.peft_config is not None)
+        if self.teacher_prompt is None and is_alike:
             reasons.append(
                 f"teacher_adapter={adapter!r} without teacher_prompt: the teacher says what the student says, and "
                 "nothing can be learned. Name the column with what the teacher reads"
@@ -175,7 +177,7 @@ class QLoRADistillationTrainer(
         ):
             reasons.append("teacher_model is the model that is trained. Pass teacher_adapter= in its place")
         parts = [part for d in asked.datasets for part in (d.values() if isinstance(d, dict) else [d])]
-        reasons += [reason for part in parts for reason in self._gaps(part)]
+        reasons += [reason for part in parts for reason in self._gaps(part, is_alike)]
         if reasons:
             raise collected("choosing the teacher", reasons, ConfigConflictError)
         if adapter not in (None, NONE, POLICY):
@@ -197,8 +199,9 @@ class QLoRADistillationTrainer(
             reasons.append(f"teacher_top_k={self._teacher_top_k} < 1")
         return reasons
 
-    def _gaps(self, dataset: Any) -> list[str]:
-        """Why the teacher cannot read each row of a dataset; of a stream only its columns are known before."""
+    def _gaps(self, dataset: Any, is_alike: bool) -> list[str]:
+        """Why the teacher cannot read each row of a dataset, or, where it is the student, why it would say the same; of
+        a stream only its columns are known before."""
         column, columns = self.teacher_prompt, getattr(dataset, "column_names", None)
         if column is None or not columns:
             return []
@@ -207,7 +210,13 @@ class QLoRADistillationTrainer(
         read = dataset[column] if hasattr(dataset, "__len__") else ()
         gaps = [row for row, prompt in enumerate(read) if not prompt]
         named = ", ".join(map(str, gaps[:5])) + ", ..." * (len(gaps) > 5)
-        return [f"{column} is empty in {len(gaps)} rows ({named}). Fill it in, or remove them"] if gaps else []
+        if gaps:
+            return [f"{column} is empty in {len(gaps)} rows ({named}). Fill it in, or remove them"]
+        if is_alike and read and "prompt" in columns and all(map(operator.eq, read, dataset["prompt"])):
+            return [
+                f"{column} is the prompt in every row, and nothing can be learned. Put into it what the student lacks"
+            ]
+        return []
 
     def _prepared(self, asked: Any, images: list[str]) -> tuple[Any, Any]:
         source, processing_class = super()._prepared(asked, images)
@@ -226,10 +235,12 @@ class QLoRADistillationTrainer(
         teacher = None if self._server is not None else self._given_teacher
         if isinstance(teacher, str | os.PathLike):
             self._check_tokenizer(teacher, args)
-            if (Path(teacher) / MANIFEST).is_file():
-                teacher = load_base(teacher, device=args.device, trust_remote_code=args.trust_remote_code)
+            if getattr(args, "teacher_model_init_kwargs", None):
+                teacher = os.fspath(teacher)  # TRL loads it as these say
             else:
-                teacher = os.fspath(teacher)
+                trusted = {"trust_remote_code": args.trust_remote_code}
+                held = prepare_base(teacher, compute_dtype=self.base.spec.compute_dtype, **trusted)
+                teacher = load_base(held, device=args.device, **trusted)
         return {**super()._model_for_trl(model, peft_config, args), "teacher_model": teacher}
 
     def _check_tokenizer(self, teacher: str | os.PathLike[str], args: Any) -> None:

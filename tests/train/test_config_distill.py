@@ -16,6 +16,7 @@ from qlora_rl.config.launch import launch, load_tokenizer
 from qlora_rl.config.read import read_config
 from qlora_rl.config.write import to_toml
 from qlora_rl.data.load import load_data
+from qlora_rl.data.rows import as_conversation
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.train.distillation import QLoRADistillationTrainer
 
@@ -115,6 +116,14 @@ def said(config):
 def test_in_a_chat_the_teacher_gets_a_system_message_of_its_own(model_dir, tmp_path):
     config = chat(tmp_path, model_dir, {"system_prompt": "Count."}, system_prompt="Be short.")
     assert said(config) == [[("system", "Count."), ("user", f"1+{n}=")] for n in range(3)]
+
+
+def test_a_system_message_of_the_teacher_takes_the_place_of_one_in_the_rows(model_dir, tmp_path):
+    rows = [{"prompt": [{"role": "system", "content": "Own."}, {"role": "user", "content": "1+1="}]}]
+    for system in ("Count.", ""):
+        read = as_conversation(rows[0] | {"teacher_prompt": rows[0]["prompt"]}, "Be short.", system)
+        assert [each["content"] for each in read["prompt"]] == ["Own.", "1+1="]
+        assert [each["content"] for each in read["teacher_prompt"]] == [system, "1+1="]
 
 
 def test_in_a_chat_a_column_or_a_template_is_what_the_user_asks(model_dir, tmp_path):

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import bitsandbytes as bnb
 import pytest
 import torch
 from datasets import Dataset
@@ -349,6 +350,8 @@ def test_a_second_model_teaches_and_one_with_other_tokens_is_rejected(make, base
     trainer = make({"max_steps": 1}, teacher_model=str(other_model_dir))
     trainer.train()
     assert losses(trainer)[0] > 1e-2
+    held = trainer.teacher_model._held[0]
+    assert any(isinstance(module, bnb.nn.Linear4bit) for module in held.modules())  # as the plan counts it
     digest = trainer._taught_by["digest"]
     trainer = make({"max_steps": 1}, teacher_model=base, teacher_prompt="hinted", existing_run="overwrite")
     trainer.train()
@@ -388,6 +391,9 @@ def test_what_cannot_teach_is_rejected(make, base, taught, tmp_path, other_model
     student = load_base(base)
     with pytest.raises(ConfigConflictError, match="the model that is trained"):
         make(model=student, teacher_model=student)
+    same = Dataset.from_list([{"prompt": row["prompt"], "hinted": row["prompt"]} for row in HINTED])
+    with pytest.raises(ConfigConflictError, match="hinted is the prompt in every row"):
+        make(teacher_adapter="policy", teacher_prompt="hinted", train_dataset=same)
     gaps = Dataset.from_list([*HINTED.to_list()[:7], {"prompt": "1+1=", "hinted": None}])
     for split in ("train_dataset", "eval_dataset"):
         with pytest.raises(ConfigConflictError, match=r"hinted is empty in 1 rows \(7\)"):
