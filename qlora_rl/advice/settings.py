@@ -334,7 +334,7 @@ def _reasons(
     elif task in _SAMPLING and device == "cuda":
         batch = "of 8, 4, 2 and 1 the fastest step: sampling needs memory for its KV cache, too"
     else:
-        batch = "the largest of 8, 4, 2 and 1 that fits"
+        batch = f"the largest of {'8, 4 and 2' if task == 'kto' else '8, 4, 2 and 1'} that fits"
     ways = {way.config[0]: f"{way.words}: {_why_on(way, estimate)}" for way in _turned_on(estimate)}
     wished = asked or _LENGTH
     length = (

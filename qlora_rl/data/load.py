@@ -287,13 +287,13 @@ def _with_columns(dataset: Any, data: Data, has_template_field: bool, teacher: A
     for name, pattern in data.extract.items():
         values = extracted(dataset[name], name, re.compile(pattern))
         dataset = dataset.remove_columns(name).add_column(name, values)
-    of_teacher = None
-    if teacher is not None and teacher.has_prompt:
-        of_teacher, asked = teacher.system_prompt, teacher.prompt or "prompt"
+    if has_teacher := teacher is not None and teacher.has_prompt:
+        asked = teacher.prompt or "prompt"
         if teacher.prompt_template is not None:
             dataset = _filled_in(dataset, teacher.prompt_template, TEACHER_COLUMN, "teacher")
         elif asked != TEACHER_COLUMN:
             dataset = dataset.map(lambda row: {TEACHER_COLUMN: row[asked]})
+    of_teacher = {"of_teacher": teacher.system_prompt, "has_teacher": True} if has_teacher else {}
     return _as_chat(dataset, data, has_template_field, of_teacher) if data.format == "chat" else dataset
 
 
@@ -346,11 +346,13 @@ def _checked_images(value: Any, root: Path | None, number: int) -> list[dict[str
     return found
 
 
-def _as_chat(dataset: Any, data: Data, has_template_field: bool, of_teacher: str | None) -> Any:
+def _as_chat(dataset: Any, data: Data, has_template_field: bool, of_teacher: Mapping[str, Any]) -> Any:
     from pyarrow import ArrowException
 
     try:
-        messages: list[dict[str, Any]] = [dict(as_conversation(row, data.system_prompt, of_teacher)) for row in dataset]
+        messages: list[dict[str, Any]] = [
+            dict(as_conversation(row, data.system_prompt, **of_teacher)) for row in dataset
+        ]
     except (TypeError, ValueError, AttributeError) as error:
         raise ConfigConflictError(
             "loading the data: [data] format = 'chat': prompt, completion, chosen and rejected hold text or messages, "

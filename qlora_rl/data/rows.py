@@ -14,13 +14,7 @@ from qlora_rl.errors import ConfigConflictError
 # What a teacher reads in place of the prompt.
 TEACHER_COLUMN = "teacher_prompt"
 # Columns whose text one side of a conversation says.
-_SAID_BY = {
-    "prompt": "user",
-    TEACHER_COLUMN: "user",
-    "completion": "assistant",
-    "chosen": "assistant",
-    "rejected": "assistant",
-}
+_SAID_BY = {"prompt": "user", "completion": "assistant", "chosen": "assistant", "rejected": "assistant"}
 # The place that a template ends with, the blank lines before it, and the ends of lines after it.
 _LAST_PLACE = re.compile(r"\n*(\{[^{}]*\})(\n*)\Z")
 
@@ -84,7 +78,11 @@ def extracted(values: Sequence[Any], name: str, pattern: re.Pattern[str]) -> lis
 
 
 def as_conversation(
-    row: Mapping[str, Any], system_prompt: str | None = None, of_teacher: str | None = None
+    row: Mapping[str, Any],
+    system_prompt: str | None = None,
+    of_teacher: str | None = None,
+    *,
+    has_teacher: bool = False,
 ) -> dict[str, list[dict[str, Any]]]:
     """The columns of a row that hold what is said, as lists of messages.
 
@@ -93,10 +91,12 @@ def as_conversation(
             or "messages".
         system_prompt: first message, where a conversation does not begin with a system message of its own.
         of_teacher: in place of it before what the teacher reads.
+        has_teacher: "teacher_prompt" is what a teacher reads (a user's turn); otherwise a column as any other.
     """
+    said_by = _SAID_BY | ({TEACHER_COLUMN: "user"} if has_teacher else {})
     found = {
         name: [{"role": role, "content": row[name]}] if isinstance(row[name], str) else list(row[name])
-        for name, role in _SAID_BY.items()
+        for name, role in said_by.items()
         if row.get(name) is not None
     }
     if row.get("messages") is not None:

@@ -3,6 +3,7 @@ base is checked against its directory."""
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -39,12 +40,14 @@ from qlora_rl.train.scoring.padding import apply_padding
 from qlora_rl.train.setup import settings
 from qlora_rl.train.setup.layer_inputs import keep_on_host
 from qlora_rl.train.setup.linears import apply_linears
-from qlora_rl.train.setup.methods import kto_contradictions
+from qlora_rl.train.setup.methods import kto_contradictions, kto_row_problems
 from qlora_rl.train.setup.model_source import check_cloned
 from qlora_rl.train.setup.processes import begin_alike, check_common_base, check_processes, shards_base
 from qlora_rl.train.setup.residual_init import keep_start, settle
 from qlora_rl.train.setup.tiled_mlp import tile_layers
 from qlora_rl.train.setup.vision_tower import apply_tower
+
+logger = logging.getLogger(__name__)
 
 
 class OfflineTrainer(TrainedRun):
@@ -367,6 +370,7 @@ class QLoRAKTOTrainer(PreferenceTrainer, KTOTrainer):
     (column `label`), or from pairs, which it takes apart. Reference and base as in `QLoRADPOTrainer`.
 
     TRL takes the rows in their order, and of pairs all better ones of a thousand before the worse ones: mix them first.
+    A last row that is alone in its micro-batch is left out.
     """
 
     _tag_names = ["trl", "kto", "qlora-rl"]
@@ -378,29 +382,35 @@ class QLoRAKTOTrainer(PreferenceTrainer, KTOTrainer):
         """As `OfflineTrainer.set_up`; what TRL would find when the model is loaded is said before.
 
         Raises:
-            ConfigConflictError: besides, a micro-batch of one row, which has no KL, or labels that are none.
+            ConfigConflictError: besides, a micro-batch of one row, which has no KL, columns that are not those of KTO,
+                or labels that are none.
         """
         found = kto_contradictions(args)
         for part in settings.parts((given["train_dataset"], given["eval_dataset"])):
-            columns = getattr(part, "column_names", None) or ()
-            if "label" in columns:
-                found += filter(None, [_why_no_labels(part)])
-            elif columns and not {"chosen", "rejected"} <= set(columns):
-                found.append(f"there is no column label, nor chosen and rejected; there are {', '.join(columns)}")
+            found += kto_row_problems(part)
         if found:
             raise collected("reading the arguments", found, ConfigConflictError)
         super().set_up(model, args, **given)
 
+    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: KTOConfig, dataset_name: str) -> Any:
+        """As TRL's, without a last row that has a micro-batch to itself: its KL would be between it and itself.
+
+        Of a stream, whose length is not known, it stays.
+        """
+        rows = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
+        size = args.per_device_train_batch_size  # which TRL also takes for rows to evaluate on
+        if not self.calculate_KL or not hasattr(rows, "__len__") or len(rows) % size != 1:
+            return rows
+        if len(rows) == 1:
+            raise ConfigConflictError(
+                f"reading the dataset: the {dataset_name} dataset has one row, and KTO measures a KL between rows. "
+                "Add rows, or use loss_type='apo_zero_unpaired', which has no KL."
+            )
+        logger.warning(
+            "KTO: the last row of the %s dataset (%s rows) is left out: alone in its micro-batch of %s, it has no KL",
+            *(dataset_name, len(rows), size),
+        )
+        return rows.select(range(len(rows) - 1))
+
     def _outputs(self) -> set[str]:
         return {"entropy", "mean_logits"}
-
-
-def _why_no_labels(rows: Any) -> str:
-    """What the column label holds in place of truth values; empty where it holds these, or 0 and 1, and of a stream."""
-    if not hasattr(rows, "__len__"):
-        return ""
-    held = rows.select_columns(["label"]).with_format("arrow")[:]["label"].to_pylist()
-    wrong = next((row for row, value in enumerate(held) if value not in (True, False)), None)
-    if wrong is None:
-        return ""
-    return f"the label of row {wrong} is {held[wrong]!r}. Write true for a good completion, false for one to avoid"

@@ -14,6 +14,7 @@ from qlora_rl.adapter.inspected import bare_model
 from qlora_rl.cli import main
 from qlora_rl.config.launch import launch, load_tokenizer
 from qlora_rl.config.read import read_config
+from qlora_rl.config.schema import Data, Teacher
 from qlora_rl.config.write import to_toml
 from qlora_rl.data.load import load_data
 from qlora_rl.data.rows import as_conversation
@@ -121,9 +122,16 @@ def test_in_a_chat_the_teacher_gets_a_system_message_of_its_own(model_dir, tmp_p
 def test_a_system_message_of_the_teacher_takes_the_place_of_one_in_the_rows(model_dir, tmp_path):
     rows = [{"prompt": [{"role": "system", "content": "Own."}, {"role": "user", "content": "1+1="}]}]
     for system in ("Count.", ""):
-        read = as_conversation(rows[0] | {"teacher_prompt": rows[0]["prompt"]}, "Be short.", system)
+        read = as_conversation(rows[0] | {"teacher_prompt": rows[0]["prompt"]}, "Be short.", system, has_teacher=True)
         assert [each["content"] for each in read["prompt"]] == ["Own.", "1+1="]
         assert [each["content"] for each in read["teacher_prompt"]] == [system, "1+1="]
+
+
+def test_in_a_chat_a_column_is_what_a_teacher_reads_only_where_one_reads(tmp_path):
+    (tmp_path / "own.jsonl").write_text('{"prompt": "1+1=", "teacher_prompt": "2"}')
+    for table in (None, Teacher(adapter="none")):
+        train, _ = load_data(Data(train=str(tmp_path / "own.jsonl"), format="chat"), teacher=table)
+        assert train["teacher_prompt"] == ["2"]
 
 
 def test_in_a_chat_a_column_or_a_template_is_what_the_user_asks(model_dir, tmp_path):

@@ -23,6 +23,8 @@ from qlora_rl import (
     prepare_base,
 )
 from qlora_rl.base import writer
+from qlora_rl.config.schema import Data
+from qlora_rl.data.load import load_data
 from qlora_rl.train.setup.methods import mixed_completions
 
 SENTENCES = Dataset.from_list([{"text": f"{a}+{a}={2 * a}"} for a in range(10, 26)])
@@ -230,6 +232,48 @@ def test_a_run_of_a_file_mixes_good_and_bad_completions():
     assert mixed_completions(PAIRS, 42).to_list() == mixed.to_list() != mixed_completions(PAIRS, 1).to_list()
 
 
+@pytest.mark.parametrize("cells", [("true", "False"), ("1", "0")])
+def test_a_run_of_a_file_reads_the_labels_that_csv_writes(cells, tmp_path):
+    rows = "".join(f"{n}+{n}=,{2 * n},{cells[n % 2]}\n" for n in range(10))
+    (tmp_path / "rows.csv").write_text(f"prompt,completion,good\n{rows}")
+    dataset, _ = load_data(Data(train=str(tmp_path / "rows.csv"), columns={"label": "good"}))
+    mixed = mixed_completions(dataset, 42)
+    assert {row["prompt"]: row["label"] for row in mixed} == {f"{n}+{n}=": n % 2 == 0 for n in range(10)}
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([JUDGED[0] | {"label": each} for each in (1, 0, 1, 0, 1, 2)], "label of row 5 is 2"),
+        ([JUDGED[0] | {"label": each} for each in ("1", "0", "yes")], "label of row 2 is 'yes'"),
+        ([PAIRS[0] | {"completion": "3"}], "completion is a column besides chosen and rejected"),
+        ([{"prompt": "1", "label": True}], "no column completion"),
+    ],
+)
+def test_a_run_of_a_file_rejects_rows_that_are_none_of_kto_before_they_are_mixed(rows, said):
+    with pytest.raises(ConfigConflictError, match=said):
+        mixed_completions(Dataset.from_list(rows), 42)
+
+
+def test_kto_measures_no_kl_of_a_row_against_itself(make, caplog):
+    """TRL gives a row the completion of another one of its micro-batch; alone there, it would get its own."""
+
+    def rows_of(number, loss_type="kto"):
+        fields = {"per_device_train_batch_size": 2, "loss_type": loss_type}
+        with make("kto", fields, train_dataset=JUDGED.select(range(number)), existing_run="overwrite") as trainer:
+            return trainer.train_dataset
+
+    kept = rows_of(3)
+    assert kept["prompt"] == JUDGED["prompt"][:2]
+    assert all(row["KL_completion_ids"] != row["completion_ids"] for row in kept)
+    assert "last row" in caplog.text
+    caplog.clear()
+    assert [len(rows_of(4)), len(rows_of(3, "apo_zero_unpaired"))] == [4, 3]
+    assert "last row" not in caplog.text
+    with pytest.raises(ConfigConflictError, match="one row"):
+        rows_of(1)
+
+
 def test_what_kto_cannot_learn_from_is_said_before_anything_is_loaded(make, monkeypatch):
     monkeypatch.setattr("qlora_rl.train.offline.open_run", lambda *_: pytest.fail("a run was begun"))
     for fields, said in (
@@ -242,9 +286,16 @@ def test_what_kto_cannot_learn_from_is_said_before_anything_is_loaded(make, monk
         ([{"prompt": "1", "completion": "2", "label": "true"}], "label of row 0 is 'true'"),
         ([{"prompt": "1", "completion": "2", "label": each} for each in (1, 0, 2)], "label of row 2 is 2"),
         ([{"prompt": "1", "completion": "2"}], "no column label"),
+        ([{"prompt": "1", "label": True}], "no column completion"),
+        ([{"completion": "2", "label": True}], "no column prompt"),
+        ([{"chosen": "1", "label": True}], "no columns prompt, completion"),
+        ([PAIRS[0] | {"label": False}], "label is a column besides chosen and rejected"),
+        ([PAIRS[0] | {"completion": "3", "label": False}], "completion, label are columns besides"),
     ):
         with pytest.raises(ConfigConflictError, match=said):
             make("kto", train_dataset=Dataset.from_list(rows))
+        with pytest.raises(ConfigConflictError, match=said):
+            make("kto", eval_dataset={"some": Dataset.from_list(rows)})
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -62,7 +62,9 @@ def test_a_second_model_that_teaches_leaves_less_for_the_kv_cache(config_of):
 
 def test_kto_gets_no_micro_batch_of_one_row(config_of):
     assert recommend(config_of("8b"), "sft", 10).config["per_device_train_batch_size"] == 1
-    assert recommend(config_of("8b"), "kto", 10).config["per_device_train_batch_size"] == 2
+    advice = recommend(config_of("8b"), "kto", 10)
+    assert advice.config["per_device_train_batch_size"] == 2
+    assert "8, 4 and 2 " in advice.reasons["per_device_train_batch_size"]
 
 
 @pytest.mark.parametrize(("max_steps", "wanted"), [(5, 0), (40, 4), (200, 10)])

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Collection
 from typing import Any
 
-from qlora_rl.errors import QloraRLError
+from qlora_rl.errors import ConfigConflictError, QloraRLError, collected
 from qlora_rl.memory.methods import OFFLINE
 
 _CONFIGS = {
@@ -18,6 +19,10 @@ _CONFIGS = {
     "online_dpo": ("trl.experimental.online_dpo", "OnlineDPOConfig"),
     "async_grpo": ("trl", "GRPOConfig"),  # ours is GRPO ahead of itself, not TRL's experimental trainer
     "distill": ("trl", "DistillationConfig"),
+}
+# How CSV spells labels of KTO.
+_LABELS = {word: True for word in ("true", "True", "TRUE", "1")} | {
+    word: False for word in ("false", "False", "FALSE", "0")
 }
 
 
@@ -62,14 +67,56 @@ def kto_contradictions(args: Any) -> list[str]:
     return found
 
 
+def kto_row_problems(dataset: Any, labels: Collection[Any] = (True, False)) -> list[str]:
+    """What KTO cannot learn from in the columns and labels of a dataset; a stream may not say which columns it has.
+
+    Args:
+        dataset: of the trainer.
+        labels: what the column label may hold; 0 and 1 are truth values.
+    """
+    there = getattr(dataset, "column_names", None) or ()
+    if {"chosen", "rejected"} <= set(there):
+        # TRL copies these over the ones that it makes of a pair.
+        if own := [name for name in ("completion", "label") if name in there]:
+            are = "is a column" if len(own) == 1 else "are columns"
+            return [
+                f"{', '.join(own)} {are} besides chosen and rejected, of which KTO makes a completion and a label. "
+                "Rename what is not meant (in a run's file: [data] columns), or remove it"
+            ]
+        return []
+    if there and (missing := [name for name in ("prompt", "completion", "label") if name not in there]):
+        columns = f"column{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
+        return [f"there is no {columns}, nor chosen and rejected; there are {', '.join(there)}"]
+    if not there or not hasattr(dataset, "__len__"):
+        return []
+    held = dataset.select_columns(["label"]).with_format("arrow")[:]["label"].to_pylist()
+    wrong = next((row for row, value in enumerate(held) if value not in labels), None)
+    if wrong is None:
+        return []
+    return [f"the label of row {wrong} is {held[wrong]!r}. Write true for a good completion, false for one to avoid"]
+
+
 def mixed_completions(dataset: Any, seed: int) -> Any:
-    """Rows for KTO, which TRL takes in their order: pairs are taken apart, and all rows are shuffled; `None` stays."""
+    """Rows for KTO, which TRL takes in their order: pairs are taken apart, and all rows are shuffled; `None` stays.
+
+    Labels that are text, as all cells of CSV are, are read: true, false, 1, 0.
+
+    Raises:
+        ConfigConflictError: columns that are not KTO's, or a label that is none.
+    """
     if dataset is None:
         return None
+    from datasets import Value
     from trl.data_utils import maybe_extract_prompt, unpair_preference_dataset
 
-    if {"chosen", "rejected"} <= set(dataset.column_names):
+    is_text = dataset.features.get("label") == Value("string")
+    if found := kto_row_problems(dataset, _LABELS if is_text else (True, False)):
+        raise collected("loading the data", found, ConfigConflictError)
+    if "label" not in dataset.column_names:
         dataset = unpair_preference_dataset(dataset.map(maybe_extract_prompt))
+    elif is_text:
+        labels = [_LABELS[each] for each in dataset["label"]]
+        dataset = dataset.remove_columns("label").add_column("label", labels)
     return dataset.shuffle(seed=seed)
 
 
