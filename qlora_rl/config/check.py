@@ -180,7 +180,16 @@ def _look_at_teacher(value: str) -> list[str]:
     return [f"{wrong}, and is neither 'none' nor 'policy'{hint}" for wrong in _look_at_adapter(value)]
 
 
+_SECRET = "names a user or has a query or a fragment. Write 'http://host:8000', and name the key's file: api_key_file"
+
+
+def _may_hold_a_secret(url: str) -> bool:
+    return any(mark in url for mark in "@?#")
+
+
 def _look_at_url(value: str) -> list[str]:
+    if _may_hold_a_secret(value):
+        return [_SECRET]
     is_url = value.startswith(("http://", "https://"))
     return [] if is_url else [f"{show(value)} is no URL such as 'http://host:8000'"]
 
@@ -191,6 +200,8 @@ def _look_at_where(value: str | list[str]) -> list[str]:
         return ["names no server"]
     if isinstance(value, str) and value in ("colocate", "server", "ray"):
         return []
+    if any(map(_may_hold_a_secret, urls)):
+        return [_SECRET]
     wrong = [each for each in urls if not each.startswith(("http://", "https://"))]
     if not wrong:
         return []

@@ -44,6 +44,7 @@ from qlora_rl.train.teacher import (
     NAME,
     NONE,
     POLICY,
+    TOP_K,
     ServerTeacher,
     check_name_is_free,
     on_own_base,
@@ -124,7 +125,7 @@ class QLoRADistillationTrainer(
             base.
         teacher_top_k: how many; all others together are one outcome more, on both sides. vLLM gives up to 20, or
             `--max-logprobs`.
-        teacher_key_file: holds the server's key; by default the environment's QLORA_RL_API_KEY.
+        teacher_key_file: holds the server's key. Without it none is sent: QLORA_RL_API_KEY is the rollout server's.
         teacher_prompt: the column with what the teacher reads in place of `prompt`: the same question with a hint, the
             answer, or instructions. Text or messages, as `prompt`.
         rollout: and all further keyword arguments as `QLoRAGRPOTrainer` has them. There is no `gpu_memory`: the memory
@@ -163,6 +164,8 @@ class QLoRADistillationTrainer(
             )
         if url is not None:
             reasons += self._contradictions(asked.args)
+        elif self._teacher_top_k != TOP_K or self._teacher_key_file is not None:
+            reasons.append("teacher_top_k or teacher_key_file without teacher_url: they are a server's. Leave them out")
         is_alike = adapter == POLICY or (adapter == NONE and asked.peft_config is not None)
         if self.teacher_prompt is None and is_alike:
             reasons.append(
@@ -410,7 +413,7 @@ class QLoRADistillationTrainer(
         *,
         teacher_adapter: str | os.PathLike[str] | None = None,
         teacher_url: str | None = None,
-        teacher_top_k: int = 20,
+        teacher_top_k: int = TOP_K,
         teacher_key_file: str | os.PathLike[str] | None = None,
         teacher_prompt: str | None = None,
         rollout: str | list[str] | RolloutEngine = "colocate",

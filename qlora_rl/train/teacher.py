@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -37,6 +37,8 @@ from qlora_rl.train.setup.linears import apply_linears
 NONE, POLICY = "none", "policy"
 # The name of the frozen adapter in the student's PeftModel.
 NAME = "teacher"
+# How many of the likeliest tokens a server is asked for: as many as vLLM gives by default.
+TOP_K = 20
 
 
 class Teacher(torch.nn.Module):
@@ -134,7 +136,8 @@ def check_name_is_free(model: Any) -> None:
         )
 
 
-# What tokenizers are compared by, before words from all over the student's vocabulary; and the most tokens of both.
+# What tokenizers are compared by, before words from all over the student's vocabulary and its added tokens, such as
+# those that begin a turn; and the most tokens of all.
 _TEXT = "The year 2024's 3 naïve cafés: x = f(10.5)\\n\\treturn ['ja', \"да\", '猫', '🙂']; 100,000 % \\r\\n  end"
 _READ = 1024
 # Mean difference of the logprobs of that text beyond which two teachers are not one: three times what bfloat16 rounds.
@@ -172,9 +175,11 @@ class ServerTeacher:
         most = min(served.max_length or _READ, _READ)
         step = max(1, 4 * len(tokenizer) // most)
         text = _TEXT + tokenizer.decode(range(0, len(tokenizer), step), skip_special_tokens=True)
-        while len(tokenizer(text)["input_ids"]) >= most:
+        added = "".join(_added_tokens(tokenizer)[: most // 2])
+        while text and len(tokenizer(text + added)["input_ids"]) >= most:
             text = text[: 3 * len(text) // 4]
-        own, (its, logprobs) = tokenizer(text)["input_ids"][1:], served.read(text)
+        self._text = text + added
+        own, (its, logprobs) = tokenizer(self._text)["input_ids"][1:], served.read(self._text)
         if own != its:
             at = next((i for i, pair in enumerate(zip(own, its, strict=False)) if pair[0] != pair[1]), 0)
             raise ConfigConflictError(
@@ -182,14 +187,13 @@ class ServerTeacher:
                 f"{tokenizer.name_or_path}: of {text[:40]!r} token {at + 1} is {its[at : at + 1]} there, and "
                 f"{own[at : at + 1]} of the student. Take a teacher of the student's family."
             )
-        self._digest = served.digest()
+        self._digest, self._outages, self._read = served.digest(), served.outages, (its, logprobs)
         self.facts: dict[str, Any] = {"kind": "server", "url": served.url, "top_k": top_k}
         if self._digest:
             self.facts["digest"] = self._digest
             return
         known = (before or {}).get("logprobs", [])
-        gaps = [abs(one - other) for one, other in zip(known, logprobs, strict=False)]
-        if gaps and len(known) == len(logprobs) and math.fsum(gaps) / len(gaps) <= _OTHER:
+        if _are_close(known, logprobs):
             logprobs = known
         digest = digest_parts([json.dumps(logprobs)])
         self.facts |= {"model": served.model, "digest": digest, "logprobs": logprobs}
@@ -202,14 +206,16 @@ class ServerTeacher:
             ConfigConflictError: another model answers than at the start, or one with more tokens than the student has.
             EngineBrokenError, PromptTooLongError: as `PromptLogprobs.score`.
         """
-        if self._digest and (now := self._served.digest()) not in ("", self._digest):
-            raise ConfigConflictError(
-                f"asking the teacher at {self._served.url}: it serves {now}, and {self._digest} at the start. Serve "
-                "that again, and resume the run from its last checkpoint (existing_run='resume')."
-            )
         answers = [ids[mask].tolist() for ids, mask in zip(ids_BT, mask_BT.bool(), strict=True)]
         whole = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
         found = self._served.score(whole, [len(prompt) for prompt in prompts], self._top_k)
+        self._check_is_the_same()
+        named = {token for places in found for candidates in places for token, _ in candidates}
+        if strange := [token for token in named if not 0 <= token < self._vocabulary]:
+            raise ConfigConflictError(
+                f"asking the teacher at {self._served.url}: it names token {strange[0]}, and the student has "
+                f"{self._vocabulary} tokens. Take a teacher of the student's family."
+            )
         shape = (*ids_BT.shape, self._top_k + 1)
         tokens_BTK = torch.zeros(shape, dtype=torch.long)
         logprobs_BTK = torch.full(shape, -math.inf)
@@ -218,12 +224,37 @@ class ServerTeacher:
                 tokens, logprobs = zip(*candidates, strict=True)
                 tokens_BTK[row, at, : len(tokens)] = torch.tensor(tokens)
                 logprobs_BTK[row, at, : len(tokens)] = torch.tensor(logprobs)
-        if (highest := int(tokens_BTK.max())) >= self._vocabulary:
-            raise ConfigConflictError(
-                f"asking the teacher at {self._served.url}: it names token {highest}, and the student has "
-                f"{self._vocabulary} tokens. Take a teacher of the student's family."
-            )
         return tokens_BTK.to(ids_BT.device), logprobs_BTK.to(ids_BT.device)
+
+    def _check_is_the_same(self) -> None:
+        """Look at the digest; after an outage, or where it is gone, also at what the server makes of the text."""
+        if self._served.digest() == self._digest and self._served.outages == self._outages:
+            return
+        tokens, logprobs = self._served.read(self._text)  # waits for one that is away
+        now, self._outages = self._served.digest(), self._served.outages
+        is_other = tokens != self._read[0] or not _are_close(self._read[1], logprobs)
+        if is_other or (now and self._digest and now != self._digest):
+            raise ConfigConflictError(
+                f"asking the teacher at {self._served.url}: it serves another model than at the start (digest "
+                f"{now or 'unknown'}, and {self._digest or 'unknown'} then). Serve that again, and resume the run from "
+                "its last checkpoint (existing_run='resume')."
+            )
+
+
+def _added_tokens(tokenizer: Any) -> list[str]:
+    """Texts of the tokens that were added to the vocabulary, the special ones among them."""
+    try:
+        return [token.content for token in tokenizer.added_tokens_decoder.values()]
+    except NotImplementedError:  # transformers' MistralCommonBackend, which reads none in a text
+        return []
+
+
+def _are_close(known: Sequence[float], logprobs: Sequence[float]) -> bool:
+    """Logprobs of one text are no further apart than rounding makes those of one model."""
+    if len(known) != len(logprobs):
+        return False
+    gaps = [abs(one - other) for one, other in zip(known, logprobs, strict=True)]
+    return math.fsum(gaps) <= _OTHER * len(gaps)
 
 
 @contextmanager

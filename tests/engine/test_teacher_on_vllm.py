@@ -31,8 +31,10 @@ def server(base, monkeypatch):
         yield server
 
 
-def test_a_server_says_the_likeliest_tokens_teaches_and_dies(server, base, adapted, tmp_path, monkeypatch):
-    served = PromptLogprobs(server.url, wait_s=0.5)
+def test_a_server_says_the_likeliest_tokens_teaches_and_dies(server, base, adapted, tmp_path):
+    key = tmp_path / "key"
+    key.write_text(server.key)
+    served = PromptLogprobs(server.url, api_key_file=key, wait_s=0.5)
     assert served.max_length == 64
     with ServerEngine(server.url) as remote:
         said = served.score(SEQUENCES, [1, 2], 50)
@@ -42,7 +44,7 @@ def test_a_server_says_the_likeliest_tokens_teaches_and_dies(server, base, adapt
         of_base = served.digest()
         blob = pack_adapter(export_adapter(adapted, dtype=torch.bfloat16))
         remote.load_packed(blob, 1)
-        policy = PromptLogprobs(server.url)
+        policy = PromptLogprobs(server.url, api_key_file=key)
         assert (served.model, policy.model) == ("base", "policy")
         assert of_base == served.digest() != policy.digest()
         assert policy.score(SEQUENCES, [1, 2], 5) != served.score(SEQUENCES, [1, 2], 5)
@@ -50,10 +52,8 @@ def test_a_server_says_the_likeliest_tokens_teaches_and_dies(server, base, adapt
     for wrong, message in (((51,), "51.*--max-logprobs"), ((5,), "room for 64")):
         with pytest.raises((ConfigConflictError, PromptTooLongError), match=message):
             served.score([[40] * (64 if wrong == (5,) else 8)], [1], *wrong)
-    with monkeypatch.context() as context:
-        context.delenv("QLORA_RL_API_KEY")
-        with pytest.raises(AccessDeniedError, match="teacher_key_file"):
-            PromptLogprobs(server.url)
+    with pytest.raises(AccessDeniedError, match="teacher_key_file"):
+        PromptLogprobs(server.url)
 
     torch.manual_seed(0)
     own = {"max_completion_length": 4, "per_device_train_batch_size": 16, "max_steps": 10}
@@ -63,6 +63,7 @@ def test_a_server_says_the_likeliest_tokens_teaches_and_dies(server, base, adapt
         train_dataset=ROWS.map(lambda row: {"told": f"7777{row['prompt']}"}),
         peft_config=adapter(),
         teacher_url=server.url,
+        teacher_key_file=key,
         teacher_model="base",
         teacher_prompt="told",
         rollout=server.url,  # the student samples where the teacher is asked

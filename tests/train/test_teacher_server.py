@@ -31,6 +31,7 @@ from qlora_rl.errors import AccessDeniedError, EngineUnsupportedError
 from qlora_rl.sync.forward import evaluating
 from qlora_rl.train.scoring import divergence
 from qlora_rl.train.setup.linears import apply_linears
+from qlora_rl.train.teacher import ServerTeacher
 
 KEY = "a-key-of-some-length"
 
@@ -39,13 +40,16 @@ class Teacher(http.server.ThreadingHTTPServer):
     """/v1/models and /v1/completions of a model, as vLLM has them.
 
     Attributes:
-        spoil: changes an answer to /v1/completions before it is sent; or gives a status instead, or None to hang up.
+        spoil: changes an answer to /v1/completions before it is sent; or gives a status instead, None to hang up, or
+            bytes that are sent as if they were packed.
+        states: what the state route of a server of ours says, in turn, the last for ever; statuses among them.
         asked: the bodies that came.
     """
 
     def __init__(self, model, tokenizer):
         self.model, self.tokenizer, self.asked, self.spoil = model, tokenizer, [], lambda answer: answer
         self.models = [{"id": "big", "parent": None, "max_model_len": 64}]
+        self.states = [404]
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
@@ -74,7 +78,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         pass
 
     def do_GET(self):
-        self.reply(*((200, {"data": self.server.models}) if self.path == "/v1/models" else (404, {})))
+        if self.path == "/v1/models":
+            return self.reply(200, {"data": self.server.models})
+        state, *others = self.server.states
+        self.server.states = others or [state]
+        self.reply(*((state, {}) if isinstance(state, int) else (200, state)))
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -84,8 +92,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.reply(*((found, {"error": {"message": "no"}}) if isinstance(found, int) else (200, found)))
 
     def reply(self, status, content):
-        body = json.dumps(content).encode()
+        body = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
+        self.send_header("x-qlora-start", "one")
+        if body is content:
+            self.send_header("content-encoding", "gzip")
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -329,7 +340,7 @@ def test_a_connection_that_breaks_is_asked_again_and_one_that_stays_away_is_an_e
     breaks = iter([False, True, False, True])
     teacher.spoil = lambda answer: None if next(breaks, False) else answer
     make({"max_steps": 2}, teacher_url=teacher.url, teacher_top_k=4).train()
-    assert len(teacher.asked) == 5  # two of them again
+    assert len(teacher.asked) == 7  # two of them again, and after each whether it is the same teacher
     teacher.spoil = after(2, lambda answer: 503)
     trainer = make({"max_steps": 2}, teacher_url=teacher.url, teacher_top_k=4, existing_run="overwrite")
     with pytest.raises(EngineBrokenError, match=r"rows 0 to 3 of 4: .*status=503.*stayed away"):
@@ -348,6 +359,183 @@ def test_a_teacher_with_other_tokens_is_found(make, teacher, base, tmp_path):  #
     with pytest.raises(ConfigConflictError, match=r"'big' at .* has another tokenizer than the student's"):
         make(teacher_url=teacher.url)
     assert len(teacher.asked) == 1
+
+
+def test_a_teacher_with_other_special_tokens_is_found(teacher, base, tmp_path):
+    own = AutoTokenizer.from_pretrained(base.path)
+    own.save_pretrained(tmp_path / "swapped")
+    file = tmp_path / "swapped" / "tokenizer.json"
+    told = json.loads(file.read_text())
+    one, two = told["added_tokens"][:2]
+    one["content"], two["content"] = two["content"], one["content"]
+    told["model"]["vocab"] |= {each["content"]: each["id"] for each in (one, two)}
+    file.write_text(json.dumps(told))
+    teacher.tokenizer = AutoTokenizer.from_pretrained(tmp_path / "swapped")
+    for room in (64, 1024):
+        teacher.models = [{"id": "big", "max_model_len": room}]
+        with pytest.raises(ConfigConflictError, match="has another tokenizer than the student's"):
+            ServerTeacher(PromptLogprobs(teacher.url), 4, own, len(own))
+
+
+def of_server(teacher, base):
+    """A ServerTeacher, and what asks it for a batch."""
+    tokenizer = AutoTokenizer.from_pretrained(base.path)
+    made = ServerTeacher(PromptLogprobs(teacher.url, wait_s=3.0), 4, tokenizer, len(tokenizer))
+    ids = torch.tensor([[7, 8, 9], [5, 6, 7]])
+    return made, lambda: made.candidates([[5, 6], [9, 8]], ids, torch.ones_like(ids))
+
+
+OURS, OTHER = {"base": "a" * 64, "digest": ""}, {"base": "b" * 64, "digest": ""}
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "hangs_up", "is_other"),
+    [
+        (OURS, [404], False, True),  # a server of ours is replaced by one that is not
+        (OURS, [404], False, False),
+        (OURS, [503], False, True),
+        (OURS, [401, OTHER], False, False),  # it was away, and comes back as another
+        (OURS, [OTHER], False, False),
+        (OURS, [OURS], True, False),
+        (404, [404], True, True),  # one that was never ours is started again
+        (404, [404], True, False),
+        (404, [404], False, False),
+    ],
+)
+def test_a_teacher_that_is_exchanged_during_a_run_is_found(first, then, hangs_up, is_other, teacher, base):
+    teacher.states = [first]
+    _, ask = of_server(teacher, base)
+    expected = ask()
+    asked = len(teacher.asked)
+    teacher.states = then
+    breaks = iter([hangs_up])
+    teacher.spoil = lambda answer: None if next(breaks, False) else answer
+    if is_other:
+        teacher.model = load_base(base)
+    if is_other or then[-1] == OTHER:
+        with pytest.raises(ConfigConflictError, match="serves another model than at the start"):
+            ask()
+    else:
+        assert torch.equal(ask()[0], expected[0])
+        assert len(teacher.asked) == asked + 1 + 2 * hangs_up + (first != then[0] and not hangs_up)
+
+
+def test_the_key_of_another_server_is_not_sent(teacher, monkeypatch, tmp_path):
+    monkeypatch.setenv("QLORA_RL_API_KEY", KEY)
+    PromptLogprobs(teacher.url).score([[5, 6]], [1], 4)
+    assert teacher.asked[-1][1] is None
+    (tmp_path / "empty").touch()
+    with pytest.raises(AccessDeniedError, match="no key"):
+        PromptLogprobs(teacher.url, api_key_file=tmp_path / "empty")
+
+
+def change_all(change):
+    """A fault of each place of the first row."""
+
+    def wrong(answer):
+        places = answer["choices"][0]["prompt_logprobs"]
+        places[1:] = [change(place) for place in places[1:]]
+        return answer
+
+    return wrong
+
+
+def each_entry(change):
+    return change_all(lambda place: {token: change(entry) for token, entry in place.items()})
+
+
+def index(*values):
+    def wrong(answer):
+        for choice, value in zip(answer["choices"], values, strict=False):
+            choice["index"] = value
+        return answer
+
+    return wrong
+
+
+HOSTILE = {
+    "no choices": lambda answer: {},
+    "choices are null": lambda answer: {"choices": None},
+    "choices are a number": lambda answer: {"choices": 3},
+    "a choice is null": lambda answer: {"choices": [None, None]},
+    "a choice is text": lambda answer: {"choices": ["ab", "cd"]},
+    "an index is null": index(None, None),
+    "an index is text": index("0", "1"),
+    "an index is a list": index([0], [1]),
+    "indices are one": index(1, 1),
+    "indices from one on": index(1, 2),
+    "a place is a list": change_all(lambda place: [place]),
+    "a place is null": change_all(lambda place: None),
+    "a place is a number": change_all(lambda place: 1.5),
+    "a token is text": change_all(lambda place: {f"the {token}": entry for token, entry in place.items()}),
+    "an entry is a float": each_entry(lambda entry: entry["logprob"]),
+    "a logprob is null": each_entry(lambda entry: {"logprob": None}),
+    "a logprob is a list": each_entry(lambda entry: {"logprob": [-1.0]}),
+    "a logprob is too long": each_entry(lambda entry: {"logprob": -(10**400)}),
+    "NaN": each_entry(lambda entry: {"logprob": math.nan}),
+    "it cannot be unpacked": lambda answer: b"no gzip",
+}
+
+
+@pytest.mark.parametrize("fault", HOSTILE)
+def test_whatever_a_server_says_is_an_error_of_ours(fault, teacher):
+    served = PromptLogprobs(teacher.url, wait_s=0.3)
+    teacher.spoil = HOSTILE[fault]
+    with pytest.raises(EngineBrokenError, match=f"asking the teacher .*{teacher.url}"):
+        served.score([[5, 6, 7], [8, 9, 5]], [1, 1], 4)
+    with pytest.raises(EngineBrokenError, match=f"asking the teacher .*{teacher.url}"):
+        served.read("1+2=3")
+
+
+@pytest.mark.parametrize("models", [None, 3, [None], ["big"], [{}], [{"id": "a", "max_model_len": {}}]])
+def test_a_list_of_models_that_is_none_is_an_error_of_ours(models, teacher):
+    teacher.models = models
+    with pytest.raises(EngineUnsupportedError, match="lists no models"):
+        PromptLogprobs(teacher.url)
+
+
+@pytest.mark.parametrize("state", [[], None, {}, {"base": None}, {"base": 3, "digest": []}, b"no gzip"])
+def test_a_state_that_is_none_says_no_digest(state, teacher):
+    teacher.models = [{"id": "policy", "max_model_len": "64"}]
+    served = PromptLogprobs(teacher.url)
+    assert served.max_length == 64
+    teacher.states = [state]
+    assert served.digest() == ""
+
+
+def test_logprobs_that_vllm_writes_as_minus_9999_are_minus_infinity(teacher):
+    teacher.spoil = each_entry(lambda entry: {"logprob": -9999.0})
+    served = PromptLogprobs(teacher.url)
+    (places,) = served.score([[5, 6, 7]], [1], 4)
+    assert all(logprob == -math.inf for place in places for _, logprob in place)
+    assert set(served.read("1+2=3")[1]) == {-9999.0}  # which is compared, and written as JSON
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_a_sampled_token_that_the_teacher_rules_out_belongs_to_the_rest(beta):
+    torch.manual_seed(0)
+    head = torch.nn.Linear(16, 128, bias=False).requires_grad_(False)
+    hidden_NH = (torch.randn(40, 16) * 3).requires_grad_()
+    ids_NK = torch.stack([torch.randperm(128)[:6] for _ in range(40)])
+    said_NK = torch.randn(40, 128).log_softmax(-1)[:, :6]
+    said_NK[:, 0] = -math.inf
+    found, expected = (
+        divergence.from_candidates((hidden_NH, head, None, 1.0), ids, said, beta, 1.0, 4)[0]
+        for ids, said in ((ids_NK, said_NK), (ids_NK[:, 1:], said_NK[:, 1:]))
+    )
+    assert torch.allclose(found, expected, atol=1e-5)
+    assert found.min() > -1e-6
+    gradients = [torch.autograd.grad(each.sum(), hidden_NH)[0] for each in (found, expected)]
+    assert gradients[0].isfinite().all()
+    assert torch.allclose(*gradients, atol=1e-5)
+
+
+@pytest.mark.parametrize("token", [-3, 5000, 2**70])
+def test_a_token_that_is_none_of_the_students_is_found(token, teacher, base):
+    _, ask = of_server(teacher, base)
+    teacher.spoil = change_all(lambda place: {str(token): place.pop(list(place)[-1]), **place})
+    with pytest.raises(ConfigConflictError, match=f"names token {token}, and the student has"):
+        ask()
 
 
 def test_a_token_that_the_student_has_not_is_found(make, teacher):  # noqa: F811
@@ -371,6 +559,9 @@ def test_a_sequence_without_room_is_named(make, teacher):  # noqa: F811
 def test_what_is_no_teacher_is_rejected_before_the_start(make, teacher, soon, tmp_path):  # noqa: F811
     with pytest.raises(ConfigConflictError, match="name one teacher"):
         make(teacher_url=teacher.url, teacher_adapter="none")
+    for of_a_server in ({"teacher_top_k": 5}, {"teacher_key_file": tmp_path / "key"}):
+        with pytest.raises(ConfigConflictError, match="without teacher_url"):
+            make(teacher_adapter="none", teacher_prompt="hinted", **of_a_server)
     with pytest.raises(ConfigConflictError, match=r"(?s)temperature=0.7.*teacher_top_k=0"):
         make({"temperature": 0.7}, teacher_url=teacher.url, teacher_top_k=0)
     with pytest.raises(ConfigConflictError, match="teacher_model='other' is not there; there are big"):

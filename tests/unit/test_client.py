@@ -468,6 +468,13 @@ def test_what_is_no_url_of_a_server_is_rejected_at_once(url):
         ServerEngine(url, api_key=KEY, wait_s=3600.0)
 
 
+@pytest.mark.parametrize("url", ["user:secret@host", "user:secret@ho st,b", "host/?token=secret", "host/#secret"])
+def test_a_url_with_a_secret_is_rejected_and_never_shown(url):
+    with pytest.raises(errors.ConfigConflictError, match="api_key_file") as caught:
+        ServerEngine(f"http://{url}", api_key=KEY, wait_s=3600.0)
+    assert "secret" not in str(caught.value)
+
+
 def test_an_answer_by_another_version_than_was_asked_for_is_rejected(engine, server):
     engine.load_packed(b"adapter", 3)
     content = {"completion_ids": [[1]], "logprobs": [[-1.0]], "version": 4, "seconds": 0.0}

@@ -110,7 +110,7 @@ WRONG = {
     "teacher": {
         "adapter": [(1, TEXT), ("/nowhere/polcy", "neither 'none' nor 'policy'; did you mean 'policy'"),
             ("policy", "belongs to distill")],
-        "url": [(1, TEXT), ("host:8000", "is no URL such as")],
+        "url": [(1, TEXT), ("host:8000", "is no URL such as"), ("http://a:b@host", "names a user or has a query")],
         "top_k": [(0, "at least 1"), (5, "there is no url")],
         "api_key_file": [("/nowhere", "no file /nowhere"), (str(ROOT / "Makefile"), "there is no url")],
         "model": [(1, TEXT), ("/nowhere", "no directory /nowhere")],
@@ -124,7 +124,8 @@ WRONG = {
     "environment": {"use": [(1, TEXT), ("Game", "'Game' is not path.py:name"), ({"a": "/nowhere/t.py:f"},
         "No such file")]},
     "rollout": {
-        "where": [("colocat", "did you mean 'colocate'"), ([], "names no server"), (["localhost:8000"], "nor a URL")],
+        "where": [("colocat", "did you mean 'colocate'"), ([], "names no server"), (["localhost:8000"], "nor a URL"),
+            ("https://host?a=b", "names a user or has a query")],
         "api_key_file": [("/nowhere", "no file /nowhere"), (1, TEXT)],
         "share_base": [("yes", "true or false or 'auto'")],
         "max_staleness": [(-1, "at least 0"), (2, "belongs to async_grpo, not to method = 'grpo'")],

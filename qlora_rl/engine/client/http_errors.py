@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 
 from qlora_rl import errors
+from qlora_rl.documents import parse_object
 from qlora_rl.errors import (
     AccessDeniedError,
     BaseMismatchError,
@@ -113,7 +114,7 @@ def content_of(answer: httpx.Response, url: str, known: str) -> dict[str, Any]:
 def said_in(answer: httpx.Response) -> tuple[Any, str, list[str]]:
     """Of an answer that is none: the error's class where it is one of ours, what it says, and all reasons."""
     try:
-        error = answer.json()["error"]
+        error = parse_object(answer.content)["error"]
         reasons = [str(reason) for reason in error.get("reasons", ())]
         return getattr(errors, str(error.get("kind")), None), str(error["message"]), reasons
     except (ValueError, KeyError, TypeError, AttributeError):

@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import httpx
 
 from qlora_rl.documents import parse_object
-from qlora_rl.engine.client.http_errors import KEY_VARIABLE, START, AwayError, Patience, rejection, said_in
+from qlora_rl.engine.client.http_errors import START, AwayError, Patience, rejection, said_in
 from qlora_rl.engine.client.requests import check_url, find_key
 from qlora_rl.errors import (
     AccessDeniedError,
@@ -31,6 +31,10 @@ Candidates = list[tuple[int, float]]
 _TOKENS = 16_384
 # By how much float32 probabilities may add up to more than one.
 _TOO_MUCH = 1e-3
+# What vLLM writes for -inf, which JSON has not (`clamp_prompt_logprobs`).
+_MINUS_INFINITY = -9999.0
+# What comes of reading an answer that is built in another way than it should be.
+_MISFITS = (AttributeError, KeyError, TypeError, ValueError, OverflowError)
 
 
 class PromptLogprobs:
@@ -39,12 +43,13 @@ class PromptLogprobs:
     Args:
         url: such as "http://127.0.0.1:8000".
         model: its name there. By default "policy" where `qlora-rl serve` serves an adapter, else the only base.
-        api_key_file: a file with the key; by default the environment's QLORA_RL_API_KEY, or none.
+        api_key_file: a file with the key; by default none is sent: the environment's is that of the rollout server.
         timeout_s: of one request, in seconds.
         wait_s: how long the server may be away, in seconds.
 
     Attributes:
         max_length: tokens that a sequence may have, if the server says so.
+        outages: how often a request had no answer and was repeated.
 
     Raises:
         EngineBrokenError: nobody answers within `wait_s`.
@@ -62,43 +67,50 @@ class PromptLogprobs:
         timeout_s: float = 1800.0,
         wait_s: float = 120.0,
     ):
-        self.url, self.wait_s = check_url(url), wait_s
-        has_key = api_key_file is not None or os.environ.get(KEY_VARIABLE)
+        self.url, self.wait_s, self.outages = check_url(url), wait_s, 0
         self._client = httpx.Client(
             base_url=self.url,
-            headers={"authorization": f"Bearer {find_key(None, api_key_file)}"} if has_key else {},
+            headers={} if api_key_file is None else {"authorization": f"Bearer {find_key(None, api_key_file)}"},
             timeout=httpx.Timeout(timeout_s, connect=10.0),
             trust_env=False,  # the key must not wander
         )
+        found = self._ask("GET", "/v1/models")
         try:
-            cards = {card["id"]: card for card in self._ask("GET", "/v1/models")["data"]}
-        except (KeyError, TypeError) as error:
+            cards = {str(card["id"]): card for card in found["data"]}
+            bases = [name for name, card in cards.items() if card.get("parent") is None]
+            lengths = {name: int(card.get("max_model_len") or 0) or None for name, card in cards.items()}
+        except _MISFITS as error:
             raise EngineUnsupportedError(f"asking the teacher at {self.url}: it lists no models. {_HOW}") from error
-        bases = [name for name, card in cards.items() if card.get("parent") is None]
         self.model = model or ("policy" if "policy" in cards else bases[0] if len(bases) == 1 else "")
         if self.model not in cards:
             raise ConfigConflictError(
                 f"asking the teacher at {self.url}: teacher_model={self.model!r} is not there; there are "
                 f"{', '.join(cards)}. Name one of them."
             )
-        self.max_length: int | None = cards[self.model].get("max_model_len")
+        self.max_length = lengths[self.model]
 
     def digest(self) -> str:
         """Of the base and of the adapter that a server of ours serves at this moment; empty of any other, or one that
         is away."""
         try:
             answer = self._client.get("/qlora/v1/state")
-            about = answer.json() if START in answer.headers and answer.status_code == 200 else {}
-        except (httpx.TransportError, ValueError):  # what is asked next says it with patience
+            about = parse_object(answer.content) if START in answer.headers and answer.status_code == 200 else {}
+        except (httpx.RequestError, ValueError):  # what is asked next says it with patience
             return ""
-        adapter = about.get("digest") if self.model == "policy" else ""
-        return f"{about['base'][:32]}{adapter and '+'}{adapter[:32]}" if about else ""
+        digests = [about.get("base"), about.get("digest") if self.model == "policy" else ""]
+        return "+".join(digest[:32] for digest in digests if digest and isinstance(digest, str))
 
     def read(self, text: str) -> tuple[list[int], list[float]]:
-        """The tokens of a text but for the first, by the server's own tokenizer, and their logprobs."""
-        (places,) = self._request([text], 0, "the text that tokenizers are compared by")
-        said = [next(iter((place or {"-1": {}}).items())) for place in places[1:]]
-        return [int(token) for token, _ in said], [entry.get("logprob", math.nan) for _, entry in said]
+        """The tokens of a text but for the first, by the server's own tokenizer, and their finite logprobs.
+
+        Raises:
+            Exception: as `score`.
+        """
+        named = "the text that tokenizers are compared by"
+        (places,) = self._request([text], 0, named)
+        said = [self._said(place, f"{named}, token {at}") for at, place in enumerate(places[1:], 1)]
+        own = [next(iter(each.items())) for each in said]
+        return [token for token, _ in own], [max(logprob, _MINUS_INFINITY) for _, logprob in own]
 
     def score(self, sequences: Sequence[Sequence[int]], starts: Sequence[int], top_k: int) -> list[list[Candidates]]:
         """For each sequence, for each token from its start on: this one and the `top_k` likeliest.
@@ -137,21 +149,28 @@ class PromptLogprobs:
         """Close the connections; the server goes on."""
         self._client.close()
 
-    def _candidates(self, place: Any, token: int, top_k: int, named: str) -> Candidates:
+    def _said(self, place: Any, named: str) -> dict[int, float]:
+        """Of one place the tokens that are named, one at least, and their logprobs."""
         try:
             said = {int(each): float(entry["logprob"]) for each, entry in place.items()}
-        except (AttributeError, KeyError, TypeError, ValueError):
+        except _MISFITS:
+            said = {}
+        if not said:
             self._reject(f"{named}: {place!r:.80} holds no logprobs")
-        if token not in said or len(said) < top_k:
-            self._reject(f"{named}: {len(said)} logprobs came back, and {top_k} likeliest and its own were asked for")
         if wrong := [value for value in said.values() if not value <= _TOO_MUCH]:
             self._reject(f"{named}: its logprob is {wrong[0]}")
         if (total := math.fsum(map(math.exp, said.values()))) > 1 + _TOO_MUCH:
             self._reject(f"{named}: probabilities add up to {total:.4f}; are they logprobs at temperature 1?")
+        return {token: -math.inf if value <= _MINUS_INFINITY else value for token, value in said.items()}
+
+    def _candidates(self, place: Any, token: int, top_k: int, named: str) -> Candidates:
+        said = self._said(place, named)
+        if token not in said or len(said) < top_k:
+            self._reject(f"{named}: {len(said)} logprobs came back, and {top_k} likeliest and its own were asked for")
         others = sorted((item for item in said.items() if item[0] != token), key=lambda item: -item[1])
         return [(token, said[token]), *others[:top_k]]
 
-    def _reject(self, what: str) -> None:
+    def _reject(self, what: str) -> NoReturn:
         raise EngineBrokenError(
             f"asking the teacher at {self.url}, {what}. Its log may say more; when it answers again, resume the run "
             "from its last checkpoint (existing_run='resume')."
@@ -167,21 +186,26 @@ class PromptLogprobs:
                 f"asking the teacher for {named}: {error} What was trained is in the last checkpoint: start the "
                 "teacher, and resume the run (existing_run='resume')."
             ) from error
-        choices = sorted(found.get("choices", ()), key=lambda choice: choice.get("index", 0))
-        if len(choices) != len(prompts):
+        try:
+            choices = {choice["index"]: choice.get("prompt_logprobs") for choice in found["choices"]}
+            count = len(found["choices"])
+        except _MISFITS:
+            choices, count = {}, 0
+        if count != len(prompts) or choices.keys() != set(range(count)):
             self._reject(f"{named}: {len(choices)} answers to {len(prompts)} prompts")
-        if any(not isinstance(choice.get("prompt_logprobs"), list) for choice in choices):
+        places = [choices[at] for at in range(count)]
+        if not all(isinstance(each, list) for each in places):
             raise EngineUnsupportedError(
                 f"asking the teacher at {self.url}, {named}: it gives no prompt_logprobs. {_HOW}"
             )
-        return [choice["prompt_logprobs"] for choice in choices]
+        return places
 
     def _ask(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
         patience = Patience(self.url, self.wait_s)
         while True:
             try:
                 answer = self._client.request(method, path, json=body)
-            except httpx.TransportError as error:
+            except httpx.RequestError as error:
                 fault = AwayError(str(error) or type(error).__name__)
             else:
                 if answer.status_code == 200:
@@ -192,6 +216,7 @@ class PromptLogprobs:
                     raise error_of
                 fault = error_of
             patience.wait(fault, 0)
+            self.outages += 1
 
     def _content(self, answer: httpx.Response) -> dict[str, Any]:
         try:
@@ -203,7 +228,7 @@ class PromptLogprobs:
         status, doing = answer.status_code, f"asking the teacher at {self.url}: status={answer.status_code}"
         if status in (401, 403):
             raise AccessDeniedError(
-                f"{doing}: the key is missing or wrong. Pass teacher_key_file=, or set {KEY_VARIABLE}."
+                f"{doing}: the key is missing or wrong. Pass teacher_key_file= (in a file [teacher] api_key_file)."
             )
         if status in (400, 404, 422):
             raise ConfigConflictError(

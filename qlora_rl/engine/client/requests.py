@@ -25,8 +25,13 @@ def check_url(url: str) -> str:
     """The URL without a slash at its end.
 
     Raises:
-        ConfigConflictError: it is none of a server.
+        ConfigConflictError: it is none of a server, or holds what may be a secret: URLs end up in logs and in runs.
     """
+    if isinstance(url, str) and any(mark in url for mark in "@?#"):
+        raise ConfigConflictError(
+            "connecting to a server: the URL, which is not shown here, names a user or has a query or a fragment. Use "
+            "http://host:port, and a file for the key (api_key_file, teacher_key_file)."
+        )
     if not isinstance(url, str) or "," in url:
         raise ConfigConflictError(
             f"connecting to a server: url={url!r} is not one URL. Pass several to qlora_rl.connect."
@@ -41,7 +46,7 @@ def check_url(url: str) -> str:
 
 
 def find_key(key: str | None, file: str | os.PathLike[str] | None) -> str:
-    """The key that was given, or is in the file, or in the environment.
+    """The key that was given, or is in the file; in the environment only where there is neither.
 
     Raises:
         AccessDeniedError: there is none, or it cannot be sent.
@@ -57,7 +62,7 @@ def find_key(key: str | None, file: str | os.PathLike[str] | None) -> str:
             raise AccessDeniedError(
                 f"connecting to a server: {file} is no text. Pass the file that the server names."
             ) from None
-    key = (key or os.environ.get(KEY_VARIABLE) or "").strip()
+    key = ((key if file is not None else key or os.environ.get(KEY_VARIABLE)) or "").strip()
     if any(not "!" <= letter <= "~" for letter in key):  # and never say which: messages end up in logs
         raise AccessDeniedError(
             "connecting to a server: the key holds spaces, control characters or letters beyond ASCII. Is it the right "

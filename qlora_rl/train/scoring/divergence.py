@@ -66,7 +66,8 @@ def from_candidates(
     Args:
         student: as `from_hidden` takes it; its head is not trained.
         ids_NK: candidates, of which the first is the token that was sampled.
-        teacher_NK: their logprobs by the teacher, float32; -inf where there is no such candidate.
+        teacher_NK: their logprobs by the teacher, float32; -inf where there is no such candidate. One that the teacher
+            rules out belongs to the rest on both sides, be it the sampled one.
         beta, tokens: as `from_hidden` has them.
     """
     hidden_NH, head, softcap, scale = student
