@@ -59,7 +59,7 @@ def test_a_server_says_the_likeliest_tokens_teaches_and_dies(server, base, adapt
     own = {"max_completion_length": 4, "per_device_train_batch_size": 16, "max_steps": 10}
     with QLoRADistillationTrainer(
         base,
-        args=DistillationConfig(**fields(tmp_path, **own)),
+        args=DistillationConfig(**fields(tmp_path / "run", **own)),
         train_dataset=ROWS.map(lambda row: {"told": f"7777{row['prompt']}"}),
         peft_config=adapter(),
         teacher_url=server.url,
@@ -70,8 +70,8 @@ def test_a_server_says_the_likeliest_tokens_teaches_and_dies(server, base, adapt
     ) as made:
         assert made._taught_by["digest"] == of_base
         made.train()
-        losses = [step["loss"] for step in lines(tmp_path)]
-        print("losses", losses, "mismatch", [step["mismatch_kl"] for step in lines(tmp_path)])
+        losses = [step["loss"] for step in lines(tmp_path / "run")]
+        print("losses", losses, "mismatch", [step["mismatch_kl"] for step in lines(tmp_path / "run")])
         assert mean(losses[-3:]) < 0.6 * mean(losses[:2])
         server.process.kill()
         server.process.wait()

@@ -337,7 +337,7 @@ def test_what_a_server_says_wrong_ends_the_run_with_its_row_and_loses_nothing(fa
 
 
 def test_a_connection_that_breaks_is_asked_again_and_one_that_stays_away_is_an_error(make, teacher, soon):  # noqa: F811
-    breaks = iter([False, True, False, True])
+    breaks = iter([False, True, False, False, True])
     teacher.spoil = lambda answer: None if next(breaks, False) else answer
     make({"max_steps": 2}, teacher_url=teacher.url, teacher_top_k=4).train()
     assert len(teacher.asked) == 7  # two of them again, and after each whether it is the same teacher
@@ -487,7 +487,7 @@ def test_whatever_a_server_says_is_an_error_of_ours(fault, teacher):
         served.read("1+2=3")
 
 
-@pytest.mark.parametrize("models", [None, 3, [None], ["big"], [{}], [{"id": "a", "max_model_len": {}}]])
+@pytest.mark.parametrize("models", [None, 3, [None], ["big"], [{}], [{"id": "a", "max_model_len": [64]}]])
 def test_a_list_of_models_that_is_none_is_an_error_of_ours(models, teacher):
     teacher.models = models
     with pytest.raises(EngineUnsupportedError, match="lists no models"):
