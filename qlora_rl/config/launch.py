@@ -369,9 +369,9 @@ def trainer_arguments(config: RunConfig) -> dict[str, Any]:
     if config.method in TAUGHT:
         teacher = config.teacher
         found |= {"teacher_prompt": TEACHER_COLUMN if teacher.has_prompt else None, "teacher_adapter": teacher.adapter}
+        found |= {"teacher_url": teacher.url, "teacher_top_k": teacher.top_k, "teacher_key_file": teacher.api_key_file}
         if teacher.url is not None:
-            found |= {"teacher_url": teacher.url, "teacher_model": teacher.model}
-            found |= {"teacher_top_k": teacher.top_k, "teacher_key_file": teacher.api_key_file}
+            found["teacher_model"] = teacher.model
     if config.method == "async_grpo":
         found |= {"max_staleness": config.rollout.max_staleness, "rollout_threads": config.rollout.rollout_threads}
     if not METHODS[config.method].samples:
