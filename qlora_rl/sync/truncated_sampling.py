@@ -114,14 +114,21 @@ class TruncatedSampling:
 
         def tile(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             own = hidden if torch.is_autocast_enabled(hidden.device.type) else hidden.to(weight_VH.dtype)
-            logits = scale * torch.nn.functional.linear(own, weight_VH, bias_V).float()
-            logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-            return self._log_kept(logits / temperature, targets)
+            logits = torch.nn.functional.linear(own, weight_VH, bias_V).float()
+            return self._log_kept(as_sampled(logits, temperature, softcap, scale), targets)
 
         parts = zip(hidden_NH.split(_TOKENS), targets_N.split(_TOKENS), strict=True)
         return torch.cat(
             [_Recomputed.apply(hidden, weight_VH, bias_V, targets, tile, gathers) for hidden, targets in parts]
         )
+
+
+def as_sampled(
+    products: torch.Tensor, temperature: float, softcap: float | None = None, scale: float = 1.0
+) -> torch.Tensor:
+    """The logits that are sampled from, of the output head's products: scaled, capped, divided by the temperature."""
+    logits = scale * products
+    return (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature
 
 
 class _Recomputed(torch.autograd.Function):

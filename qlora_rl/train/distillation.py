@@ -330,16 +330,15 @@ class QLoRADistillationTrainer(
             if self.teacher_model is None:
                 found_N, entropy_N = from_candidates((ours_NH, *head), *said, self.beta, self.temperature, tokens)
             else:
-                teacher = (theirs_NH, *_head_of(self.teacher_model))
-                found_N, entropy_N = from_hidden((ours_NH, *head), teacher, self.beta, self.temperature, tokens)
+                said = theirs_NH, _head_of(self.teacher_model)
+                found_N, entropy_N = from_hidden(
+                    (ours_NH, *head), (theirs_NH, *said[1]), self.beta, self.temperature, tokens
+                )
         if is_watched:
             self._note_teaching(
                 inputs,
                 found_N,
-                {
-                    "student": (ours_NH, unwrapped_student),
-                    "teacher": said if self.teacher_model is None else (theirs_NH, self.teacher_model),
-                },
+                {"student": (ours_NH, head), "teacher": said},
             )
         count = wanted_BT.sum()
         divisor = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch

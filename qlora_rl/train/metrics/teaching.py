@@ -15,8 +15,8 @@ import torch
 from qlora_rl.documents import read_object
 from qlora_rl.errors import RunDirectoryError
 from qlora_rl.fidelity import mean_by_position
+from qlora_rl.sync.truncated_sampling import as_sampled
 from qlora_rl.train.run import TEACHING, StepRecord
-from qlora_rl.train.scoring.logprobs import logit_scale_of
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +51,8 @@ class TaughtSteps:
         Args:
             inputs: TRL's, of the part; N are the tokens of its completions.
             divergence_N: in nats.
-            sides: of student and teacher the hidden states [N, H] and the model; or, of a server, ids and logprobs of
-                candidates [N, C].
+            sides: of student and teacher the hidden states [N, H], with the output head, softcap and scale of its
+                logits; or, of a server, ids and logprobs of candidates [N, C].
         """
         mask_BT = inputs["completion_mask"].bool()
         divergence_N = divergence_N.detach().float()
@@ -120,10 +120,8 @@ def _likeliest(
         chances, order = what[places_K].exp().topk(min(_LIKELIEST, what.shape[1]))
         ids = held_KX.gather(1, order)
     else:
-        head, text = what.get_output_embeddings(), what.config.get_text_config()
-        logits_KV = torch.nn.functional.linear(held_KX.to(head.weight.dtype), head.weight, head.bias).float()
-        logits_KV = logits_KV * logit_scale_of(text)
-        if (softcap := getattr(text, "final_logit_softcapping", None)) is not None:
-            logits_KV = softcap * (logits_KV / softcap).tanh()
-        chances, ids = (logits_KV / temperature).softmax(-1).topk(min(_LIKELIEST, logits_KV.shape[1]))
+        head, softcap, scale = what
+        products_KV = torch.nn.functional.linear(held_KX.to(head.weight.dtype), head.weight, head.bias).float()
+        logits_KV = as_sampled(products_KV, temperature, softcap, scale)
+        chances, ids = logits_KV.softmax(-1).topk(min(_LIKELIEST, logits_KV.shape[1]))
     return [list(zip(*row, strict=True)) for row in zip(ids.tolist(), chances.tolist(), strict=True)]

@@ -20,6 +20,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 
+from qlora_rl.sync.truncated_sampling import as_sampled
 from qlora_rl.train.scoring.logprobs import WORDS, score
 
 # The rest is never less: sums of float32 probabilities are no more exact.
@@ -101,10 +102,7 @@ def _of_tile(
     logits_NK = torch.bmm(head.weight[ids_NK].float(), hidden_NH[:, :, None])[:, :, 0]
     if head.bias is not None:
         logits_NK = logits_NK + head.bias[ids_NK].float()
-    logits_NK = logits_NK * scale
-    if softcap is not None:
-        logits_NK = softcap * torch.tanh(logits_NK / softcap)
-    logits_NK = logits_NK / temperature
+    logits_NK = as_sampled(logits_NK, temperature, softcap, scale)
     student_NK = logits_NK - logits_NK[:, :1] + sampled_N[:, None]
     exists_NK = teacher_NK > -math.inf
     ours_NK, theirs_NK = (_with_rest(each, exists_NK) for each in (student_NK, teacher_NK))
