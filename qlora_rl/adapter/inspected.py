@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
 
 # What torch puts around a module, and into its name.
-_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 # PEFT's layers whose forward `forward` is, where they are plain.
 _ADD_A_PRODUCT = ("Linear", "Linear4bit")
 

@@ -228,9 +228,7 @@ def base_lines(
     ]
 
 
-def parted_base(
-    lines: list[Line], shape: ModelShape, spec: QuantSpec, trainer: int, engine: int, *, keeps_root: bool
-) -> list[Line]:
+def parted_base(lines: list[Line], shape: ModelShape, spec: QuantSpec, trainer: int, engine: int) -> list[Line]:
     """The lines of the base on one of several GPUs.
 
     Args:
@@ -238,8 +236,6 @@ def parted_base(
         spec: dtype of the embedding and the output head.
         trainer: processes that its base is sharded over; it is gathered layer by layer, and its head for the logits.
         engine: ranks of the engine.
-        keeps_root: embedding and head are whole during all of a step (FSDP1), not the head alone while there are logits
-            (FSDP2, ZeRO-3).
     """
     found = []
     for line in lines:
@@ -249,10 +245,9 @@ def parted_base(
         if line.name == "base, trainer" and parts > 1:
             layer = ceil(line.nbytes / max(1, shape.layers))
             found.append(Line("base, a gathered layer", layer, f"one of {shape.layers} layers, whole", "layer", False))
-            count = shape.embeddings if keeps_root else 1
-            why = f"{count} x {shape.vocabulary} x {shape.hidden} in {spec.compute_dtype}, whole"
-            head = count * shape.vocabulary * shape.hidden * width(spec)
-            found.append(Line("base, gathered head", head, why, "step" if keeps_root else "head", False))
+            why = f"{shape.vocabulary} x {shape.hidden} in {spec.compute_dtype}, whole"
+            head = shape.vocabulary * shape.hidden * width(spec)
+            found.append(Line("base, gathered head", head, why, "head", False))
     return found
 
 

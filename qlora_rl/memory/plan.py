@@ -419,9 +419,7 @@ def _lines(shape: ModelShape, request: MemoryRequest, adapter: Mapping[str, tupl
     base = count.base_lines(shape, spec, request.shared and request.has_engine, request.baked, device)
     seen = min(request.image_tokens or count.ASSUMED_IMAGE_TOKENS, length)
     lines = [
-        *count.parted_base(
-            base, shape, spec, request.trainer_parts, request.engine_parts, keeps_root=request.trainer_keeps_root
-        ),
+        *count.parted_base(base, shape, spec, request.trainer_parts, request.engine_parts),
         *count.adapter_lines(shape, spec, adapter, trained, device, tiled=tiled and step.has_tiles(shape)),
         count.optimizer_line(adapter, trained, request.optimizer),
         *step.activation_lines(

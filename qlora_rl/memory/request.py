@@ -50,7 +50,6 @@ class MemoryRequest:
         device: "cuda" or "cpu".
         has_engine: the run makes an engine; otherwise its lines are left out.
         trainer_parts: processes, with a GPU each, that the trainer's base is sharded over. The estimate is for one GPU.
-        trainer_keeps_root: of a sharded base embedding and head stay whole during a step (FSDP1).
         engine_parts: GPUs that the engine's base is sharded over (`tensor_parallel_size`).
     """
 
@@ -79,7 +78,6 @@ class MemoryRequest:
     device: str = "cuda"
     has_engine: bool = True
     trainer_parts: int = 1
-    trainer_keeps_root: bool = False
     engine_parts: int = 1
     teacher_bytes: int = 0
     teacher_hidden: int | None = None

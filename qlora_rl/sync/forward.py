@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 from qlora_rl.adapter.inspected import bare_model
 from qlora_rl.base.attention.choice import attention_for
 from qlora_rl.base.quant import dequantised_weight, require_bitsandbytes
-from qlora_rl.sharded_tensors import is_sharded, outermost, shape_of
+from qlora_rl.sharded_tensors import is_sharded, shape_of
 
 _HALF = (torch.bfloat16, torch.float16)
 # Elements of a 16-bit matrix that are in float32 at once: 256 MiB.
@@ -47,10 +47,10 @@ def plain_forward(model: Any, **inputs: Any) -> Any:
     base = bare_model(model)
     if not is_sharded(model):
         return type(base).forward(base, **inputs)
-    # What gathers the layers one by one hangs on the outermost module; TRL's forward hangs on the innermost.
+    # What gathers the layers one by one hangs on the outer module; TRL's forward hangs on the inner one.
     of_trl = vars(base).pop("forward", None)
     try:
-        return outermost(model)(**inputs)
+        return model(**inputs)
     finally:
         if of_trl is not None:
             base.forward = of_trl

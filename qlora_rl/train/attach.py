@@ -27,7 +27,7 @@ from qlora_rl.train.run.wrapped import WrappedModel
 from qlora_rl.train.scoring.logprobs import truncation_of, use_small_tiles
 from qlora_rl.train.setup import settings
 from qlora_rl.train.setup.model_source import Source, base_of
-from qlora_rl.train.setup.processes import begin_alike, check_processes, check_turns, fit_for_sharding, sharding_of
+from qlora_rl.train.setup.processes import begin_alike, check_processes, check_turns, fit_for_sharding
 from qlora_rl.train.setup.residual_init import keep_start
 
 logger = logging.getLogger(__name__)
@@ -169,7 +169,6 @@ def attach(
     rollout_func = getattr(trainer, "rollout_func", None)
     settings.check_logprobs(trainer.args, rollout, rollout_func)
     check_processes(trainer.args, "attaching to a trainer")
-    _check_checkpoints(trainer.args)
     with told(trainer.args), join(trainer.args.ddp_timeout).one_outcome("attaching to a trainer"):
         model = trainer.accelerator.unwrap_model(trainer.model)
         base = _base(model, trainer, rollout)
@@ -216,15 +215,6 @@ def _prepare_rewards(trainer: Any) -> None:
         named = zip(trainer.reward_funcs, trainer.reward_func_names, strict=True)
         trainer.reward_funcs = [guard(reward, name, trainer._failures) for reward, name in named]
     apply_attention_to(trainer.reward_funcs, trainer.accelerator.unwrap_model)
-
-
-def _check_checkpoints(args: Any) -> None:
-    if sharding_of(args) == "fsdp1" and args.save_strategy != "no":
-        raise NotYetSupportedError(
-            "attaching to a trainer: transformers' own checkpoints under FSDP1, which end in a crash of torch's with a "
-            "4-bit base. Set save_strategy='no' and call trainer.save_model(), or use QLoRAGRPOTrainer, whose "
-            "checkpoints work under FSDP1, too."
-        )
 
 
 def _attached(kind: type) -> type:

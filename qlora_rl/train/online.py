@@ -216,7 +216,7 @@ class OnlineTrainer(TrainedRun):
         settings.check(args, rollout)
         settings.check_logprobs(args, rollout, of_trl.get("rollout_func"))
         is_whole = trains_whole(model, peft_config, options.sync)
-        check_processes(args, "choosing the engine", is_whole=is_whole)
+        check_processes(args, "choosing the engine")
         peft_config, start = settle(model, peft_config)
         is_shared = isinstance(rollout, str) and (rollout != "colocate" or _ranks_of_engine(args, options) > 1)
         if is_shared and not self._is_ahead:

@@ -30,7 +30,6 @@ from qlora_rl.base.unsupported_configs import engine_positions
 from qlora_rl.contracts import RolloutEngine
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, RewardFunctionError
-from qlora_rl.sharded_tensors import outermost
 from qlora_rl.sync.truncated_sampling import TruncatedSampling
 from qlora_rl.train.metrics.measure import MeasuredSteps, batch_of_all_ranks, of_all_ranks
 from qlora_rl.train.online import OnlineOptions, OnlineTrainer
@@ -54,7 +53,7 @@ class Reference(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model says, as it was at the start."""
         with use_adapter(self._held[0], self._adapter):
-            return outermost(self._held[0])(*args, **kwargs)
+            return self._held[0](*args, **kwargs)
 
 
 class SampledPairs:
@@ -95,12 +94,12 @@ class SampledPairs:
     def _refers_to_wrapped(self) -> bool:
         """The reference is the policy's own model, and what gathers its layers stands around it."""
         args = getattr(self, "args", None)  # TRL's `__init__` asks before it has them
-        is_around = args is not None and sharding_of(args) in ("fsdp1", "zero2", "zero3")
+        is_around = args is not None and sharding_of(args) in ("zero2", "zero3")
         return is_around and isinstance(self._reference, Reference)
 
     @property
     def ref_model(self) -> Any:
-        """The reference; none while TRL's `__init__` would have DeepSpeed or FSDP1 prepare it: the model in it is the
+        """The reference; none while TRL's `__init__` would have DeepSpeed prepare it: the model in it is the
         policy's."""
         return None if self._refers_to_wrapped() and not self._is_built else self._reference
 

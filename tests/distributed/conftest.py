@@ -26,20 +26,11 @@ FSDP2 = {
     "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
     "ACCELERATE_TORCH_DEVICE": "cpu",
 }
-# The same of fsdp1.yaml.
-FSDP1 = FSDP2 | {
-    "FSDP_VERSION": "1",
-    "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
-    "FSDP_RESHARD_AFTER_FORWARD": "FULL_SHARD",
-    "FSDP_USE_ORIG_PARAMS": "true",
-    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
-}
 # That DeepSpeed, too, takes the CPU for its accelerator.
 ZERO = {"DS_ACCELERATOR": "cpu", "ACCELERATE_TORCH_DEVICE": "cpu"}
 # How two processes are launched: `launch(calls, **WAYS[way])`.
 WAYS = {
     "ddp": {},
-    "fsdp1": FSDP1,
     "fsdp2": FSDP2,
     "zero2": {"example": "zero2.yaml", **ZERO},
     "zero3": {"example": "zero3.yaml", **ZERO},

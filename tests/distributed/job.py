@@ -165,11 +165,9 @@ def shares(trainer: Any) -> dict[str, float]:
     """Which part of the base, and of the adapter, lies on this rank."""
     from torch.distributed.tensor import DTensor
 
-    from qlora_rl.sharded_tensors import here, piece_of, shape_of
+    from qlora_rl.sharded_tensors import shape_of
 
     def held(p: Any) -> int:
-        if piece_of(p) is not None:
-            return here(p).numel()
         if hasattr(p, "ds_tensor"):
             return p.ds_tensor.numel() + p.numel()  # its part, and itself where it is gathered
         return (p.to_local() if isinstance(p, DTensor) else p).numel()
@@ -406,14 +404,12 @@ class Attached:
         from peft.utils import get_peft_model_state_dict
         from safetensors.torch import save_file
 
-        from qlora_rl.sharded_tensors import without_wrappers
         from qlora_rl.train.ranks.sharded import trained_weights
 
         self.trainer.train()
         self.trainer.save_model(str(self.out / "saved"))
         trained = trained_weights(self.trainer.model)
-        with without_wrappers(self.trainer.model) as model:
-            tensors = get_peft_model_state_dict(model, state_dict=trained)
+        tensors = get_peft_model_state_dict(self.trainer.model, state_dict=trained)
         if RANK == 0:
             (self.out / "adapter").mkdir(parents=True)
             save_file(

@@ -71,14 +71,6 @@ def test_save_model_writes_an_adapter_with_what_was_trained(two):
     assert (two / "two" / "saved" / "adapter_config.json").exists()
 
 
-def test_checkpoints_of_transformers_under_fsdp1_are_rejected(its_base, model_dir, tmp_path):
-    call = {"base": its_base, "model": str(model_dir), "out": str(tmp_path / "run"), **STEPS, **TWO}
-    launch([{**call, "save_strategy": "steps", "save_steps": 2}], **WAYS["fsdp1"])
-    ends = [said(tmp_path / "run", rank) for rank in (0, 1)]
-    assert ends[0]["error"] == ends[1]["error"]
-    assert "save_strategy='no'" in ends[0]["error"]
-
-
 def test_every_step_pushes_once_and_every_rank_serves_the_same_version(two):
     assert [line["qlora_rl/policy_version"] for line in lines(two / "two")] == [1, 2, 3, 4]
     ends = [said(two / "two", rank) for rank in (0, 1)]
@@ -93,7 +85,7 @@ def test_a_reward_that_raises_on_rank_1_raises_the_same_on_rank_0(two):
 
 
 @pytest.mark.full  # two processes with vLLM each; by default FakeEngine
-@pytest.mark.parametrize("way", ["ddp", "fsdp1", "fsdp2"])
+@pytest.mark.parametrize("way", ["ddp", "fsdp2"])
 def test_vllm_serves_both_ranks(way, base, model_dir, tmp_path):
     call = {"base": str(base.path), "model": str(model_dir), "dtype": "bfloat16", "bf16": True, **STEPS, **TWO}
     call |= {"max_steps": 3, "vllm_max_model_length": 32}

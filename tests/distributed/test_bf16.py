@@ -20,10 +20,8 @@ def ddp(base, tmp_path_factory):
     return root / "two", str(root / "kept.json")
 
 
-# By default FSDP2; FSDP1 in float32 is in test_full_weights.py.
-@pytest.mark.parametrize("way", [pytest.param("fsdp1", marks=pytest.mark.full), "fsdp2"])
-def test_sharded_in_bf16_trains_what_ddp_trains(way, ddp, base, tmp_path):
-    done = launch([{"base": str(base.path), "out": str(tmp_path / "run"), "kept": ddp[1], **TWO}], **WAYS[way])
+def test_sharded_in_bf16_trains_what_ddp_trains(ddp, base, tmp_path):
+    done = launch([{"base": str(base.path), "out": str(tmp_path / "run"), "kept": ddp[1], **TWO}], **WAYS["fsdp2"])
     assert done.returncode == 0, done.stderr[-3000:]
     assert distance(tmp_path / "run", ddp[0]) < 1e-5  # the adapter is gathered, its gradients added up, in float32
     steps = lines(tmp_path / "run")

@@ -16,13 +16,12 @@ ONE = {"per_device_train_batch_size": 8, "max_steps": 4, "save_steps": 2}
 TWO = {"per_device_train_batch_size": 4, "max_steps": 4, "save_steps": 2}
 # A base that is not 4-bit is trained itself, and much faster than an adapter.
 KINDS = {"dora": {}, "norms": {}, "ia3": {}, "none": {"learning_rate": 1e-4}}
-PARTED = ("fsdp1", "fsdp2", "zero3")
+PARTED = ("fsdp2", "zero3")
 
 
 def kinds_of(way):
-    """Where layers have hooks or wrappers, IA3, too: a layer is copied to be asked, with what ZeRO-3 or FSDP1 has put
-    on it."""
-    return {kind: fields for kind, fields in KINDS.items() if kind != "ia3" or way == "fsdp1" or way.startswith("zero")}
+    """Where layers have hooks, IA3, too: a layer is copied to be asked, with what ZeRO-3 has put on it."""
+    return {kind: fields for kind, fields in KINDS.items() if kind != "ia3" or way.startswith("zero")}
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,6 @@ SMALL = {
 
 WAYS = [
     ("ddp", "colocate"),
-    ("fsdp1", "colocate"),
     ("fsdp2", "colocate"),
     ("fsdp2", "server"),
     ("zero2", "colocate"),
@@ -63,7 +62,7 @@ def test_the_command_trains_in_two_processes_on_vllm(way, rollout, model_dir, tm
     assert json.loads((out / "summary.json").read_text())["status"] == "finished"
     config = json.loads((out / "config.json").read_text())
     assert config["rollout"] == rollout
-    if way in ("fsdp1", "fsdp2", "zero3"):
+    if way in ("fsdp2", "zero3"):
         assert config["base_held"] == {"copies": 2, "reason": "the trainer's is sharded over the processes"}
     else:
         assert config["base_held"]["copies"] == 1

@@ -23,7 +23,6 @@ from qlora_rl.errors import (
     VersionGoneError,
 )
 from qlora_rl.sync.full_weights import DenseStream
-from qlora_rl.train.ranks import fsdp1
 from qlora_rl.train.ranks.shared_engine import SharedEngine, SharedTransport
 from qlora_rl.train.setup.processes import check_processes, check_turns, sharding_of
 
@@ -456,49 +455,3 @@ def test_a_trainer_in_parts_on_processes_of_the_cpu_is_rejected(wish, monkeypatc
     state = SimpleNamespace(distributed_type=DistributedType.MULTI_CPU)
     with pytest.raises(ConfigConflictError, match=r"2 processes under (fsdp2|zero2) with use_cpu=True.*ddp\.yaml"):
         check_processes(SimpleNamespace(world_size=2, distributed_state=state), "starting the training")
-
-
-@pytest.mark.parametrize(
-    ("wish", "name"),
-    [
-        ({"FSDP_SHARDING_STRATEGY": "SHARD_GRAD_OP"}, "sharding_strategy: SHARD_GRAD_OP"),
-        ({"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"}, "another fsdp_auto_wrap_policy"),
-        ({"FSDP_OFFLOAD_PARAMS": "true"}, "fsdp_offload_params"),
-        ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "gradient_checkpointing=True"),
-        ({"FSDP_IGNORED_MODULES": ".*norm"}, "fsdp_ignored_modules"),
-        ({"fp16": True}, "fp16"),
-        ({"optim": "adamw_8bit"}, "optim='adamw_8bit' on pieces of matrices"),
-        ({}, ""),
-    ],
-    ids=str,
-)
-def test_what_is_not_verified_under_fsdp1_is_rejected_by_name(wish, name, monkeypatch):
-    args = SimpleNamespace(fp16=wish.pop("fp16", False), optim=wish.pop("optim", "adamw_torch"))
-    for setting, value in {"FSDP_VERSION": "1", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", **wish}.items():
-        monkeypatch.setenv(setting, value)
-    if not name:
-        fsdp1.settle(args, "starting the training", is_whole=True)
-        return
-    with pytest.raises(NotYetSupportedError, match=name):
-        fsdp1.settle(args, "starting the training", is_whole=True)
-    if wish == {} and not args.fp16:  # an adapter is whole
-        fsdp1.settle(args, "starting the training", is_whole=False)
-
-
-def test_of_a_layer_that_is_not_of_one_dtype_what_most_bytes_are_is_sharded():
-    layer = torch.nn.ModuleDict({"large": torch.nn.Linear(8, 8, dtype=torch.bfloat16), "norm": torch.nn.LayerNorm(8)})
-    model = torch.nn.ModuleDict({"layer": layer, "head": torch.nn.Linear(8, 4)})
-    left = fsdp1.left_whole(model, (torch.nn.ModuleDict,))
-    assert {id(parameter) for parameter in left} == {id(parameter) for parameter in layer["norm"].parameters()}
-
-
-@pytest.mark.parametrize(
-    ("first", "spans"), [(0, [(0, 4), (4, 6)]), (3, [(0, 1), (1, 5), (5, 6)]), (6, [(0, 0), (0, 2), (2, 6)])]
-)
-def test_pieces_end_where_the_shares_of_a_flat_tensor_end(first, spans):
-    flat = SimpleNamespace(_sharded_size=torch.Size([4]))
-    for rank, (start, stop) in enumerate(spans):
-        flat.data = torch.arange(4 * rank, 4 * rank + 4)
-        piece = sharded_tensors.FlatPiece(SimpleNamespace(flat_param=flat, rank=rank), torch.Size([2, 3]), first)
-        assert piece.span() == slice(start, stop)
-        assert piece.local.tolist() == list(range(first + start, first + stop))

@@ -468,9 +468,6 @@ def test_of_what_lies_in_parts_a_gpu_holds_its_own():
     layer = after.pop("base, a gathered layer")
     assert layer == pytest.approx(before["base, trainer"] / 36, abs=1)
     assert after.pop("base, gathered head") == 151_936 * 4096 * 2
-    of_fsdp1 = plan_memory(config, shared=False, trainer_parts=4, trainer_keeps_root=True)
-    root = next(line for line in of_fsdp1.lines if line.name == "base, gathered head")
-    assert (root.nbytes, root.when) == (2 * 151_936 * 4096 * 2, "step")
     assert after["base, trainer"] == pytest.approx(before["base, trainer"] / 4, abs=1)
     assert after["base, engine"] == pytest.approx(before["base, engine"] / 2, abs=1)
     assert {name for name in before if before[name] != after[name]} == {"base, trainer", "base, engine"}

@@ -244,7 +244,7 @@ def test_experts_that_are_not_there_or_do_not_fit_are_named(tmp_path):
         prepare_base(source, quantize_experts=True, out=tmp_path / "other")
 
 
-@pytest.mark.parametrize("sharding", ["fsdp1", "fsdp2", "zero3"])
+@pytest.mark.parametrize("sharding", ["fsdp2", "zero3"])
 def test_experts_in_4_bits_are_not_sharded(coded, sharding, monkeypatch):
     """With ZeRO-3 each rank would wait for the others at another expert."""
     _, base = coded

@@ -12,7 +12,7 @@ from qlora_rl.adapter.directory import read_saved, saved_names
 from qlora_rl.adapter.inspected import is_bare, own_name
 from qlora_rl.base.reader import StoredTensors
 from qlora_rl.distributed import ranks
-from qlora_rl.sharded_tensors import is_sharded, piece_of, put, shape_of, whole, without_wrappers
+from qlora_rl.sharded_tensors import is_sharded, put, shape_of, whole
 from qlora_rl.train.ranks import zero
 
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
@@ -37,7 +37,7 @@ def trained_weights(model: Any) -> dict[str, torch.Tensor]:
 
 
 def _trained(model: Any) -> dict[str, torch.nn.Parameter]:
-    """By the model's own names, without those of what FSDP1 puts around its layers."""
+    """By the model's own names."""
     return {own_name(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
@@ -50,8 +50,7 @@ def load_weights(model: Any, directory: Path) -> None:
     """Give sharded weights the values that `save_pretrained` has written; every rank reads them, and keeps its part."""
     trained, is_whole = _trained(model), is_bare(model)
     saved = StoredTensors(directory) if is_whole else read_saved(directory)
-    with without_wrappers(model) as plain:
-        names = {name: name for name in trained} if is_whole else saved_names(plain)
+    names = {name: name for name in trained} if is_whole else saved_names(model)
     for name, of_file in names.items():
         if zero.has_masters([trained[name]]):
             zero.put_master(saved[of_file], trained[name])
@@ -62,46 +61,14 @@ def load_weights(model: Any, directory: Path) -> None:
 def save_optimizer(optimizer: Any, scheduler: Any, directory: Path) -> None:
     """The state of the optimizer in full, by rank 0."""
     state = optimizer.state_dict()
-    parameters = _parameters(optimizer)
-    in_pieces = [key for key, parameter in enumerate(parameters) if piece_of(parameter) is not None]
-    held = _joined(state["state"], parameters, in_pieces) if in_pieces else {}
-    for key in sorted({*state["state"]} - {*in_pieces}):
-        values = state["state"][key]
+    held = {}
+    for key, values in sorted(state["state"].items()):
         tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
         full = dict(zip(tensors, whole(list(tensors.values())), strict=True))
         held[key] = {**values, **{name: value.cpu() for name, value in full.items()}}
     if ranks().is_first:
-        torch.save({**state, "state": dict(sorted(held.items()))}, directory / OPTIMIZER)
+        torch.save({**state, "state": held}, directory / OPTIMIZER)
         torch.save(scheduler.state_dict(), directory / SCHEDULER)
-
-
-def _joined(state: Any, parameters: list[torch.nn.Parameter], in_pieces: list[int]) -> dict[int, dict[str, Any]]:
-    """State of FSDP1's pieces, as of whole weights, on rank 0. A rank that has nothing of a weight has no state of it
-    either."""
-    facts = {
-        key: {
-            name: value.dtype if isinstance(value, torch.Tensor) and value.shape == parameters[key].shape else value
-            for name, value in state[key].items()
-        }
-        for key in in_pieces
-        if key in state
-    }
-    known: dict[int, dict[str, Any]] = {}
-    for each in ranks().gather(facts, "gathering the optimizer"):
-        known = {**each, **known}
-    found = {}
-    for key in sorted(known):
-        parameter, values = parameters[key], dict(known[key])
-        for name, fact in known[key].items():
-            if isinstance(fact, torch.dtype):
-                mine = state.get(key, {}).get(name)
-                mine = parameter.new_empty(0, dtype=fact) if mine is None else mine
-                full = piece_of(parameter).joined(mine)
-                values[name] = full.cpu() if ranks().is_first else None
-            elif isinstance(fact, torch.Tensor):
-                values[name] = fact.cpu()
-        found[key] = values
-    return found
 
 
 def load_optimizer(optimizer: Any, scheduler: Any, directory: Path) -> None:
@@ -109,22 +76,15 @@ def load_optimizer(optimizer: Any, scheduler: Any, directory: Path) -> None:
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     state = torch.load(directory / OPTIMIZER, map_location="cpu", weights_only=True)
-    parameters = _parameters(optimizer)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for key, values in state["state"].items():
-        parameter, piece = parameters[key], piece_of(parameters[key])
+        parameter = parameters[key]
         for name, value in values.items():
             # A step counter is no part of the weights.
             if not isinstance(value, torch.Tensor) or value.shape != shape_of(parameter):
                 continue
-            if piece is not None:
-                values[name] = value.flatten()[piece.span()].clone()
-            elif isinstance(parameter, DTensor):
+            if isinstance(parameter, DTensor):
                 mesh, places = parameter.device_mesh, parameter.placements
                 values[name] = distribute_tensor(value.to(parameter.device), mesh, places, src_data_rank=None)
     optimizer.load_state_dict(state)
     scheduler.load_state_dict(torch.load(directory / SCHEDULER, map_location="cpu", weights_only=True))
-
-
-def _parameters(optimizer: Any) -> list[torch.nn.Parameter]:
-    """In the order of its state."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

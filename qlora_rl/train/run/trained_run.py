@@ -18,7 +18,7 @@ from qlora_rl.cpu_features import keep_few_kernels, processor
 from qlora_rl.cpu_matmul import Float32Products
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import ConfigConflictError
-from qlora_rl.sharded_tensors import has_sharded_training, is_sharded, without_wrappers
+from qlora_rl.sharded_tensors import is_sharded
 from qlora_rl.stages import remark
 from qlora_rl.train.ranks.sharded import is_gathered, trained_weights
 from qlora_rl.train.run.directory import SUMMARY, RunDirectory, describe_machine, describe_versions
@@ -129,7 +129,7 @@ class TrainedRun(Resumable, WrappedModel):
     def _finish(self, status: str, error: BaseException | None) -> None:
         trained = self.accelerator.unwrap_model(self.model)
         weights = None
-        if status == "finished" or (is_sharded(trained) and not has_sharded_training(trained)):
+        if status == "finished":
             weights = trained_weights(trained) if is_gathered(trained) else None
         elif is_sharded(trained):  # the ranks no longer meet
             logger.warning(
@@ -168,11 +168,10 @@ class TrainedRun(Resumable, WrappedModel):
     def _save_trained(self, trained: Any, weights: Any) -> None:
         if trained is None:
             return
-        with without_wrappers(trained) as plain:
-            if is_bare(plain):
-                self.run.save_model(plain, self.base.path, weights)
-            else:
-                self.run.save_adapter(plain, self.base.parent or self.base.identity, weights)
+        if is_bare(trained):
+            self.run.save_model(trained, self.base.path, weights)
+        else:
+            self.run.save_adapter(trained, self.base.parent or self.base.identity, weights)
 
     def _describe(self, adapter_dtype: str, facts: dict[str, Any]) -> dict[str, Any]:
         """The content of config.json; `facts` stand between the base and the seed."""

@@ -1,13 +1,11 @@
-"""`WrappedModel`: how a trainer's model is sharded and saved, where accelerate's own way would round, break up or leave
-out what is trained."""
+"""`WrappedModel`: how a trainer's model is sharded and saved, where accelerate's own way would round or leave out what
+is trained."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from qlora_rl.distributed import ranks
-from qlora_rl.sharded_tensors import without_wrappers
-from qlora_rl.train.ranks import fsdp1
 from qlora_rl.train.ranks.sharded import is_gathered, trained_weights
 from qlora_rl.train.setup.processes import sharding_of
 
@@ -18,28 +16,17 @@ class WrappedModel:
     args: Any
     accelerator: Any
     model: Any
-    model_wrapped: Any
 
     def _wrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """transformers'. accelerate would have FSDP1 shard the adapter matrix by matrix.
+        """transformers'.
 
-        It would have FSDP2 gather weights, and add up their gradients, in the dtype of autocast, which multiplies in
-        that dtype anyway: an adapter would be rounded before it is gathered, and torch rejects 16-bit gradients of a
-        float32 one.
+        accelerate would have FSDP2 gather weights, and add up their gradients, in the dtype of autocast, which
+        multiplies in that dtype anyway: an adapter would be rounded before it is gathered, and torch rejects 16-bit
+        gradients of a float32 one.
         """
-        sharding = sharding_of(self.args)
-        if sharding == "fsdp2":
+        if sharding_of(self.args) == "fsdp2":
             self.accelerator.state.fsdp_plugin.mixed_precision_policy = None
-        elif sharding == "fsdp1" and not fsdp1.is_wrapped(model):
-            model = self.model = self.model_wrapped = fsdp1.wrap(model, self.accelerator)
         return super()._wrap_model(model, *args, **kwargs)
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's; what FSDP1 leaves whole has the same gradients on all ranks before the optimizer steps."""
-        loss = super().training_step(*args, **kwargs)
-        if self.accelerator.sync_gradients and fsdp1.is_wrapped(self.model):
-            fsdp1.average(self.model)
-        return loss
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """transformers', which would gather a sharded base; here what is trained is gathered, and rank 0 writes it."""
@@ -48,5 +35,4 @@ class WrappedModel:
             return
         weights = trained_weights(self.model)
         if ranks().is_first:
-            with without_wrappers(self.model):
-                self._save(output_dir or self.args.output_dir, state_dict=weights)
+            self._save(output_dir or self.args.output_dir, state_dict=weights)

@@ -21,7 +21,7 @@ from qlora_rl.memory.cards import RESERVE_GIB, card_size, memory_gib, usable_gib
 from qlora_rl.memory.plan import WAYS, MemoryEstimate, plan_memory
 from qlora_rl.memory.shape import read_config, stored_spec
 from qlora_rl.train.setup.model_source import spec_from_config
-from qlora_rl.train.setup.processes import sharding_of, shards_base
+from qlora_rl.train.setup.processes import shards_base
 from qlora_rl.train.setup.settings import engine_options as trl_engine_options
 
 if TYPE_CHECKING:
@@ -116,7 +116,6 @@ class MemoryBudget:
                 device="cuda" if on_gpu else "cpu",
                 # On the CPU all parts share one memory.
                 trainer_parts=args.world_size if on_gpu and shards_base(args) else 1,
-                trainer_keeps_root=sharding_of(args) == "fsdp1",
                 engine_parts=options["tensor_parallel_size"] if on_gpu and has_engine else 1,
             )
         except Exception as error:

@@ -12,11 +12,11 @@ import torch
 
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import BaseMismatchError, ConfigConflictError, NotYetSupportedError
-from qlora_rl.train.ranks import fsdp1, zero
+from qlora_rl.train.ranks import zero
 from qlora_rl.train.setup.model_source import Source
 
-SUPPORTED = ("ddp", "fsdp1", "fsdp2", "zero2", "zero3")
-_SHARDS_BASE = ("fsdp1", "fsdp2", "zero3")
+SUPPORTED = ("ddp", "fsdp2", "zero2", "zero3")
+_SHARDS_BASE = ("fsdp2", "zero3")
 
 
 def sharding_of(args: Any) -> str:
@@ -36,13 +36,12 @@ def sharding_of(args: Any) -> str:
     return "ddp"
 
 
-def check_processes(args: Any, doing: str, *, is_whole: bool = False) -> None:
+def check_processes(args: Any, doing: str) -> None:
     """Reject what several processes cannot do yet.
 
     Args:
         args: TRL's config.
         doing: for the message.
-        is_whole: a model is trained itself.
 
     Raises:
         NotYetSupportedError: with what can be done instead.
@@ -60,13 +59,11 @@ def check_processes(args: Any, doing: str, *, is_whole: bool = False) -> None:
     if sharding not in SUPPORTED:
         raise NotYetSupportedError(
             f"{doing}: {args.world_size} processes under {sharding}: of accelerate's ways to spread a trainer this "
-            "version has DDP, FSDP1, FSDP2, and DeepSpeed's ZeRO-2 and ZeRO-3. Start it with "
-            "examples/accelerate/ddp.yaml, fsdp1.yaml, fsdp2.yaml, zero2.yaml or zero3.yaml."
+            "version has DDP, FSDP2 (fsdp_version: 2), and DeepSpeed's ZeRO-2 and ZeRO-3. Start it with "
+            "examples/accelerate/ddp.yaml, fsdp2.yaml, zero2.yaml or zero3.yaml."
         )
     if zero.is_asked_for(args):
         zero.settle(args, doing)
-    if sharding == "fsdp1":
-        fsdp1.settle(args, doing, is_whole=is_whole)
 
 
 def _check_launch(args: Any, doing: str) -> None:
@@ -135,8 +132,7 @@ def fit_for_sharding(source: Source, args: Any) -> Source:
         zero.check_dtype(args, source.base.spec.compute_dtype)
     if not sharding.startswith("fsdp") or not source.base.spec.is_4bit:
         return source
-    # FSDP1 takes floats only; FSDP2 casts what it gathers to the dtype of the mixed precision: codes that are of it
-    # already stay what they are.
+    # FSDP2 casts what it gathers to the dtype of the mixed precision: codes that are of it already stay what they are.
     is_half = args.fp16 or os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16"
     return replace(source, float_storage=torch.float16 if is_half else torch.bfloat16)
 
