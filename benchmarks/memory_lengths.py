@@ -5,7 +5,7 @@ peak grows.
                                         [--json benchmarks/results/memory_lengths.json]
 
 Random Qwen2 models with 16,384 words as NF4, one sequence without padding, LoRA of rank 16 on every linear, gradient
-checkpointing, bf16 autocast, one thread, on the CPU (`qlora_rl/bench/memory.py`). Memory inside one operator is not
+checkpointing, bf16 autocast, one thread, on the CPU (`live_memory.py`). Memory inside one operator is not
 seen. About fifteen minutes on an idle core.
 """
 
@@ -38,8 +38,9 @@ def linear_fit(lengths: list[int], peaks: list[int]) -> dict[str, float]:
 
 def measure(hidden: int, lengths: list[int]) -> dict:
     """Measured and estimated bytes of one shape by length, and the fit of the measured peaks."""
+    from live_memory import Step, line_of
+
     from qlora_rl import prepare_base
-    from qlora_rl.bench.memory import Step, line_of
     from qlora_rl.bench.shapes import Shape, make_model
 
     width, layers, heads, key_heads = SHAPES[hidden]

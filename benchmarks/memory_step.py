@@ -65,12 +65,12 @@ def measure(way: str, base) -> dict[str, dict]:
     """A step of each length."""
     import torch
     from datasets import Dataset
+    from live_memory import Live
     from peft import LoraConfig
     from trl import GRPOConfig
 
     import qlora_rl.train.online as online
     from qlora_rl import FakeEngine, QLoRAGRPOTrainer, load_base
-    from qlora_rl.bench.memory import Live
 
     with tempfile.TemporaryDirectory() as directory, FakeEngine(load_base(base), max_model_length=4096) as engine:
         tiles = online.use_small_tiles if way == "ours" else lambda *_: False

@@ -23,7 +23,8 @@ from qlora_rl.errors import QloraRLError
 
 
 def main() -> int:
-    from qlora_rl.bench.products import MODELS, SIXTEEN, bench_products, require_gpu
+    from products import MODELS, SIXTEEN, bench_products, require_gpu
+
     from qlora_rl.bench.rounds import add_to, described
     from qlora_rl.engine.linears.gpu_compute import TOKENS, table_of_this_gpu
 

@@ -51,13 +51,13 @@ def make_batch(count: int, longest: int, least: float, shared: int = 0):
 def make_model(directory: Path, layers: int):
     """A model as the trainer has it, and what makes it that of either side."""
     import torch
+    from live_memory import Uncounted
     from peft import LoraConfig, get_peft_model
     from trl.trainer.utils import add_fused_lm_head
 
     from qlora_rl import load_base, prepare_base
     from qlora_rl.adapter.inspected import shorten_lora
     from qlora_rl.bench import shapes
-    from qlora_rl.bench.memory import Uncounted
     from qlora_rl.train.scoring.logprobs import use_small_tiles
     from qlora_rl.train.scoring.padding import remove_padding
     from qlora_rl.train.setup.layer_inputs import keep_on_host
@@ -118,8 +118,8 @@ def job(model, be, name: str) -> dict:
     """One kind of micro-batch: both sides in turns, the first as a warm-up; and how far padding alone moves the padded
     side."""
     import torch
+    from live_memory import Live
 
-    from qlora_rl.bench.memory import Live
     from qlora_rl.bench.rounds import compare
 
     longest, least, count, layers, rounds, *shared = JOBS[name]

@@ -172,7 +172,7 @@ def plan(tests: Path = ROOT / "tests", device: str = "cuda") -> list[Piece]:
     def memory() -> Piece:
         lengths = ("4096", "16384", "32768", "65536") if on_card else ("64", "128")
         size = ("--size", "8b", "--layers", "4") if on_card else ("--size", "demo")
-        command = ours("bench", "memory", *size, "--max-length", *lengths, *written)
+        command = ("{python}", "benchmarks/live_memory.py", *size, "--max-length", *lengths, *written)
         return Piece("memory-8b", command, judge=well_planned if on_card else None)
 
     def demo(steps: int) -> Piece:
@@ -182,6 +182,10 @@ def plan(tests: Path = ROOT / "tests", device: str = "cuda") -> list[Piece]:
     def products(model: str, *options: str) -> Piece:
         command = ("{python}", "benchmarks/nf4_gemm.py", "--models", model, *options, *written)
         return Piece(f"gemm-{model}", command, needs_card=True)
+
+    def sync(size: str) -> Piece:
+        command = ("{python}", "benchmarks/sync.py", "--size", size if on_card else "demo", *written)
+        return Piece(f"bench-sync-{size}", command)
 
     def field(name: str) -> Piece:
         steps = () if on_card else ("--steps", "5")
@@ -205,7 +209,7 @@ def plan(tests: Path = ROOT / "tests", device: str = "cuda") -> list[Piece]:
         products("llama-3.1-8b", "--keep"),
         test("test-engine", grouped["engine"], limit_s=LONGEST_S),
         bench("rollout", "0.4b", "--mode", "nf4", "auto", "--minutes", "2"),
-        bench("sync", "0.4b"),
+        sync("0.4b"),
         field("trl-4bit"),
         *(test(f"test-{Path(file).stem.removeprefix('test_').removeprefix('gpu_')}", file) for file in others),
         bench("step", "0.1b", "--rounds", "1"),

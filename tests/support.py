@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -87,6 +88,18 @@ FULL_MATRIX = [
     for skip in ((), ("layers.0.self_attn.o_proj",))
     if architecture != "gemma" or tied
 ]
+
+
+@functools.cache
+def program(path: str) -> Any:
+    """A program of the repository as a module, such as "benchmarks/live_memory.py"."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, Path(__file__).parents[1] / path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
 
 
 def since_vllm(version: str, what: str) -> pytest.MarkDecorator:

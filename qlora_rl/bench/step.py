@@ -118,20 +118,6 @@ def table(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def memory_table(result: Mapping[str, Any]) -> str:
-    """For the terminal: GiB of each side's process."""
-    lines = []
-    for size, facts in result.items():
-        for side in SIDES:
-            row = facts["sides"][side]
-            plan = "" if row["planned_gib"] is None else f", planned {row['planned_gib']:.2f}"
-            lines.append(
-                f"{size}, {side:<5} peak {row['peak_gib']:.2f} GiB, while starting {row['start_peak_gib']:.2f}, "
-                f"libraries {row['imported_gib']:.2f}{plan}"
-            )
-    return "\n".join(lines)
-
-
 def _line(row: Mapping[str, Any]) -> str:
     parts = ", ".join(
         f"{name.removesuffix('_seconds')} {1e3 * row[name]:.0f}" for name in PARTS if row.get(name) is not None

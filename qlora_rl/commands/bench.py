@@ -9,7 +9,7 @@ from typing import Any
 from qlora_rl.commands.codes import COUNT, POSITIVE, UsageError
 
 DEFAULT_MODES = ["nf4"]
-AGAINST = {"rollout": "stock", "sync": "trl", "step": "trl", "memory": "trl"}
+AGAINST = {"rollout": "stock", "step": "trl"}
 
 
 def add(commands: Any) -> None:
@@ -18,7 +18,7 @@ def add(commands: Any) -> None:
     bench.add_argument(
         "what",
         choices=list(AGAINST),
-        help="tokens per second with an adapter; seconds of a push; seconds and peak memory of a training step",
+        help="tokens per second with an adapter; seconds and peak memory of a training step",
     )
     bench.add_argument(
         "--size",
@@ -29,15 +29,15 @@ def add(commands: Any) -> None:
     bench.add_argument(
         "--against",
         choices=["stock", "trl"],
-        help="stock: vLLM, its plugin, its own way with LoRA (rollout); trl: its merge (sync), its trainer (step, "
-        "memory)",
+        help="stock: vLLM, its plugin, its own way with LoRA (rollout); trl: its trainer (step)",
     )
     bench.add_argument(
         "--batch",
         type=COUNT,
         nargs="+",
         metavar="B",
-        help="rollout: numbers of prompts per call (default: 16 64); memory with --max-length: sequences (default: 1)",
+        default=[16, 64],
+        help="rollout: numbers of prompts per call (default: 16 64)",
     )
     bench.add_argument(
         "--mode",
@@ -62,17 +62,6 @@ def add(commands: Any) -> None:
     bench.add_argument(
         "--rounds", type=COUNT, default=2, metavar="N", help="trainings of each side (default: %(default)s)"
     )
-    bench.add_argument(
-        "--max-length",
-        type=COUNT,
-        nargs="+",
-        metavar="T",
-        help="memory: live tensors of one step at these lengths in tokens, without a sampler, line by line against the "
-        "memory estimate",
-    )
-    bench.add_argument(
-        "--layers", type=COUNT, metavar="N", help="with --max-length: another number of layers than the size has"
-    )
     bench.add_argument("--json", type=Path, metavar="FILE", help="add the numbers to this file")
     bench.set_defaults(run=run)
 
@@ -89,52 +78,22 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(
             f"measuring: bench {arguments.what} has no --against {arguments.against}. Use --against {other}."
         )
-    if arguments.max_length:
-        if arguments.what != "memory":
-            raise UsageError(f"measuring: --max-length with bench {arguments.what}. Use it with bench memory.")
-        from qlora_rl.bench.memory import bench_memory
+    if arguments.what == "step":
+        from qlora_rl.bench.step import bench_step, table
 
-        results: dict[str, Any] = {}
-        for batch in arguments.batch or [1]:
-            results |= bench_memory(arguments.size, arguments.max_length, batch=batch, layers=arguments.layers)
-        if arguments.json is not None:
-            add_to(arguments.json, results)
-        return 0
-    if arguments.layers is not None:
-        raise UsageError(
-            "measuring: --layers is for bench memory with --max-length. Add --max-length, or leave it out."
-        )
-    if arguments.what in ("step", "memory"):
-        from qlora_rl.bench.step import bench_step, memory_table, table
-
-        steps = {"steps": arguments.steps, "rounds": arguments.rounds}
-        if arguments.what == "memory":
-            steps = {"steps": min(arguments.steps, 6), "rounds": 1}
         options = {} if arguments.mode == DEFAULT_MODES else {"base_compute": arguments.mode[0]}
-        results = bench_step(arguments.size, **steps, options=options)
-        print(memory_table(results) if arguments.what == "memory" else table(results))
-        if arguments.json is not None:
-            add_to(arguments.json, results)
-        return 0
-    if arguments.what == "sync":
-        import json
+        results = bench_step(arguments.size, steps=arguments.steps, rounds=arguments.rounds, options=options)
+        print(table(results))
+    else:
+        from qlora_rl.bench.rollout import bench_rollout
 
-        from qlora_rl.bench.sync import bench_sync
-
-        found = bench_sync(arguments.size)
-        print(json.dumps({"seconds": found["seconds"], "ratio": found["ratio"]}, indent=1))
-        if arguments.json is not None:
-            arguments.json.write_text(json.dumps(found, indent=1) + "\n")
-        return 0
-    from qlora_rl.bench.rollout import bench_rollout
-
-    results = bench_rollout(
-        arguments.size,
-        batches=arguments.batch or [16, 64],
-        modes=arguments.mode,
-        tokens=arguments.tokens,
-        minutes=arguments.minutes,
-    )
+        results = bench_rollout(
+            arguments.size,
+            batches=arguments.batch,
+            modes=arguments.mode,
+            tokens=arguments.tokens,
+            minutes=arguments.minutes,
+        )
     if arguments.json is not None:
         add_to(arguments.json, results)
     return 0

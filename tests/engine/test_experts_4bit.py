@@ -8,7 +8,7 @@ import torch
 from datasets import Dataset
 from pair import OPTIONS, Pair
 from peft import LoraConfig
-from support import BUILDS, MIXTURES, built, fused, make_model, tiny_training
+from support import BUILDS, MIXTURES, built, fused, make_model, program, tiny_training
 from torch.utils._python_dispatch import _disable_current_modes
 from trl import GRPOConfig
 from vllm.v1.utils import CpuGpuBuffer
@@ -27,12 +27,13 @@ from qlora_rl import (
     verify_base,
 )
 from qlora_rl.base.experts import ATTENTION, mix, mixtures_in
-from qlora_rl.bench.memory import Live
 from qlora_rl.engine.linears.fused_weight import CodedLinear
 from qlora_rl.engine.options import start_options
 from qlora_rl.engine.worker.experts_4bit import TogetherExperts
 from qlora_rl.memory.lines import engine_base
 from qlora_rl.memory.shape import read_config, read_shape
+
+Live = program("benchmarks/live_memory.py").Live
 
 SHAPES = ((64, 64), 128), ((128,), 64)  # gate and up, down
 SMALL = OPTIONS | {"max_lora_rank": 8}

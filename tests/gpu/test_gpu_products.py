@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from support import program
 
-from qlora_rl.bench.products import Linear, make_weight
 from qlora_rl.engine.linears.gpu_compute import (
     TOKENS,
     RuledLinear,
@@ -13,6 +13,9 @@ from qlora_rl.engine.linears.gpu_compute import (
     read_out,
     ways_for,
 )
+
+Linear = program("benchmarks/products.py").Linear
+make_weight = program("benchmarks/products.py").make_weight
 
 pytestmark = [
     pytest.mark.gpu,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from support import DEVICE, needs_card, on_a_card
+from support import DEVICE, needs_card, on_a_card, program
 from trl.trainer.utils import add_fused_lm_head
 
 from qlora_rl import load_base, plan_memory, prepare_base
@@ -120,9 +120,7 @@ def test_a_push_in_place_waits_for_nothing(base, adapted):
 
 
 def test_layer_inputs_in_host_memory_change_no_bit(base):
-    from qlora_rl.bench.memory import Step
-
-    step, found = Step(base, 2, 192, DEVICE), []
+    step, found = program("benchmarks/live_memory.py").Step(base, 2, 192, DEVICE), []
     for offload in (False, True):
         step.model.gradient_checkpointing_enable(offload=offload)
         for _ in range(3):  # memory is used again

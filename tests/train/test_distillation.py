@@ -10,7 +10,7 @@ from datasets import Dataset
 from online_kinds import TINY
 from peft import LoraConfig, get_peft_model
 from resumed import assert_same_run
-from support import randomise
+from support import program, randomise
 from test_models import adapter, assert_same, bytes_of_the_base
 from test_resume import KillAt, Killed
 from transformers import AutoTokenizer
@@ -25,7 +25,6 @@ from qlora_rl import (
 )
 from qlora_rl.adapter.load import load_adapter
 from qlora_rl.base.source_digest import digest_file, digest_parts
-from qlora_rl.bench.memory import Live
 from qlora_rl.engine.fake import FakeEngine
 from qlora_rl.report import write_report
 from qlora_rl.sync.forward import bare_model, evaluating, tail_logprobs
@@ -33,6 +32,8 @@ from qlora_rl.train.scoring.divergence import from_hidden
 from qlora_rl.train.scoring.logprobs import TOKENS, score
 from qlora_rl.train.setup.linears import apply_linears
 from qlora_rl.train.teacher import Teacher
+
+Live = program("benchmarks/live_memory.py").Live
 
 BETAS = [0.0, 0.3, 1.0]
 NAMES = ("ids", "mask")

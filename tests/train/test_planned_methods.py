@@ -7,7 +7,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from support import make_model as tiny_model
-from support import tiny_training
+from support import program, tiny_training
 from trl import DistillationConfig, DPOConfig, KTOConfig, SFTConfig
 
 from qlora_rl import (
@@ -21,9 +21,10 @@ from qlora_rl import (
     prepare_base,
 )
 from qlora_rl.base.experts import ATTENTION
-from qlora_rl.bench.memory import Live
 from qlora_rl.bench.shapes import Shape, make_model
 from qlora_rl.memory.shape import read_config
+
+Live = program("benchmarks/live_memory.py").Live
 
 TOKENS = 640
 

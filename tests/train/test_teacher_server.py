@@ -15,7 +15,7 @@ import torch
 from datasets import Dataset
 from peft import get_peft_model
 from resumed import assert_same_run
-from support import randomise
+from support import program, randomise
 from test_distillation import HINTED, batch_of, lines, loss_and_gradients, losses, make, taught  # noqa: F401
 from transformers import AutoTokenizer
 from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
@@ -23,7 +23,6 @@ from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 from qlora_rl import ConfigConflictError, EngineBrokenError, PromptTooLongError, load_base
 from qlora_rl.adapter.inspected import bare_model
 from qlora_rl.adapter.load import load_adapter
-from qlora_rl.bench.memory import Live
 from qlora_rl.engine.client import PromptLogprobs
 from qlora_rl.engine.client import prompt_logprobs as client
 from qlora_rl.engine.fake import FakeEngine
@@ -32,6 +31,8 @@ from qlora_rl.sync.forward import evaluating
 from qlora_rl.train.scoring import divergence
 from qlora_rl.train.setup.linears import apply_linears
 from qlora_rl.train.teacher import ServerTeacher
+
+Live = program("benchmarks/live_memory.py").Live
 
 KEY = "a-key-of-some-length"
 

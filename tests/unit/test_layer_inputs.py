@@ -7,11 +7,13 @@ import weakref
 import pytest
 import torch
 from copiers import LateCopier
+from support import program
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from qlora_rl.bench.memory import Live
 from qlora_rl.memory import lines as count
 from qlora_rl.train.setup.layer_inputs import SMALLEST, LayerInputs, keep_on_host
+
+Live = program("benchmarks/live_memory.py").Live
 
 LAYERS, B, T = 4, 2, 24
 

@@ -1,14 +1,14 @@
 """Live tensors of a step, and the memory estimate against them."""
 
-import json
-
 import pytest
 import torch
+from support import program
 
 from qlora_rl.base.checkpoint import prepare_base
-from qlora_rl.bench.memory import Live, Step, line_of
 from qlora_rl.bench.shapes import Shape, make_model
-from qlora_rl.cli import main
+
+live_memory = program("benchmarks/live_memory.py")
+Live, Step, line_of = live_memory.Live, live_memory.Step, live_memory.line_of
 
 LINES = (
     "gradients", "adapter, autocast", "activations", "attention masks", "one layer's work", "attention mask of a layer",
@@ -51,28 +51,6 @@ def test_each_line_of_the_estimate_is_within_5_percent_of_the_live_tensors(base,
         assert planned[line] == pytest.approx(measured[line], rel=0.05), line
     assert (measured["attention masks"] > 0) == padded
     assert measured["peak"] <= planned["peak"] <= 1.12 * measured["peak"]
-
-
-def test_bench_memory_writes_measured_and_planned_bytes(tmp_path, capsys):
-    path = tmp_path / "memory.json"
-    assert main(["bench", "memory", "--max-length", "48", "64", "--layers", "1", "--json", str(path)]) == 0
-    (found,) = json.loads(path.read_text()).values()
-    assert (found["size"], found["layers"], found["batch"], list(found["lengths"])) == ("demo", 1, 1, ["48", "64"])
-    for row in found["lengths"].values():
-        assert row["measured"]["peak"] > row["measured"]["one layer's work"] > 0
-        assert row["planned"].keys() <= row["measured"].keys()
-        assert row["seconds"] > 0
-    assert "one layer's work" in capsys.readouterr().out
-
-
-def test_lengths_are_for_memory_alone(capsys):
-    assert main(["bench", "sync", "--max-length", "64"]) != 0
-    assert "Use it with bench memory" in capsys.readouterr().err
-
-
-def test_layers_without_lengths_are_rejected(capsys):
-    assert main(["bench", "memory", "--layers", "1"]) == 2
-    assert "Add --max-length" in capsys.readouterr().err
 
 
 def test_a_line_that_is_next_to_nothing_is_not_compared():

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from support import ARCHITECTURES, MIXTURES, make_model
+from support import ARCHITECTURES, MIXTURES, make_model, program
 from transformers import AutoConfig
 from trl.trainer.utils import add_fused_lm_head
 from vision import SERVED, make_vision_config, make_vision_model
@@ -17,7 +17,6 @@ from qlora_rl.adapter.inspected import shorten_lora
 from qlora_rl.base.attention.attend import without_masks
 from qlora_rl.base.experts import ATTENTION
 from qlora_rl.base.model_classes import vision_parts
-from qlora_rl.bench.memory import Live
 from qlora_rl.cli import main
 from qlora_rl.cpu_features import processor
 from qlora_rl.memory import lines as count
@@ -30,6 +29,8 @@ from qlora_rl.memory.request import MemoryRequest
 from qlora_rl.memory.shape import Cache, read_config, read_shape, skeleton
 from qlora_rl.train.scoring.padding import remove_padding
 from qlora_rl.train.scoring.row import row_inputs
+
+Live = program("benchmarks/live_memory.py").Live
 
 GIB = 2**30
 SPECS = {

@@ -5,11 +5,13 @@ import sys
 from pathlib import Path
 
 import torch
+from support import program
 
-from qlora_rl.bench.products import MODELS, Linear, bench_products
 from qlora_rl.engine.linears.gpu_compute import key_of
 
 ROOT = Path(__file__).parents[2]
+products = program("benchmarks/products.py")
+MODELS, Linear, bench_products = products.MODELS, products.Linear, products.bench_products
 
 
 def test_without_a_gpu_it_rejects():
@@ -59,6 +61,4 @@ def test_the_shapes_are_those_that_bitsandbytes_takes():
     for linears in MODELS.values():
         assert [linear.name for linear in linears] == ["qkv", "o", "gate_up", "down"]
         assert all(linear.inputs % 64 == 0 for linear in linears)
-    from qlora_rl.bench.products import make_weight
-
-    assert key_of(make_weight(MODELS["qwen2.5-0.5b"][0], "cpu")) == "1152x896 nf4/64 896+128+128"
+    assert key_of(products.make_weight(MODELS["qwen2.5-0.5b"][0], "cpu")) == "1152x896 nf4/64 896+128+128"

@@ -8,18 +8,20 @@ import pytest
 import torch
 from bitsandbytes.nn import Linear4bit
 from peft import LoraConfig, get_peft_model
+from support import program
 from torch.nn import Linear
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qlora_rl.adapter.inspected import shorten_lora
 from qlora_rl.base.checkpoint import prepare_base
-from qlora_rl.bench.memory import Step
 from qlora_rl.bench.shapes import Shape, make_model
 from qlora_rl.cpu_features import processor
 from qlora_rl.memory.lines import MLP_LINEARS
 from qlora_rl.train.setup.linears import Coded, apply_linears, has_kernel
 from qlora_rl.train.setup.tiled_mlp import _Tiled, tile_layers
+
+Step = program("benchmarks/live_memory.py").Step
 
 B, T, LAYERS = 2, 50, 2
 

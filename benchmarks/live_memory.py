@@ -1,5 +1,7 @@
 """Memory of one training step, compared with the memory estimate line by line.
 
+    python benchmarks/live_memory.py --size 0.1b --layers 2 --max-length 512 2048 8192 [--json memory.json]
+
 A random Qwen2 as an NF4 base, LoRA of rank 16 on all linears in float32, bf16 autocast, gradient checkpointing,
 sequences without padding, and the loss of GRPO without a reference. Live tensors are counted (`Live`); on a
 GPU also the peak of torch's allocator. What is held before the step (base, adapter, optimizer) is counted exactly, in
@@ -10,6 +12,7 @@ B sequences, T tokens each.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import tempfile
 import time
@@ -26,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from qlora_rl.base.checkpoint import PreparedBase, load_base, prepare_base
-from qlora_rl.bench.rounds import described
+from qlora_rl.bench.rounds import add_to, described
 from qlora_rl.bench.shapes import RANK, SIZES, make_model
 from qlora_rl.cpu_matmul import Float32Products
 from qlora_rl.errors import ConfigConflictError
@@ -344,3 +347,21 @@ class Live(TorchDispatchMode):
 
 def _is_real(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type != "meta"
+
+
+def main() -> None:
+    """Measure and print; with --json add to a file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", choices=list(SIZES), default="demo")
+    parser.add_argument("--layers", type=int, help="another number of layers than the size has")
+    parser.add_argument("--max-length", type=int, nargs="+", default=[512, 2048], metavar="T")
+    parser.add_argument("--batch", type=int, default=1, metavar="B", help="sequences (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    arguments = parser.parse_args()
+    found = bench_memory(arguments.size, arguments.max_length, batch=arguments.batch, layers=arguments.layers)
+    if arguments.json is not None:
+        add_to(arguments.json, found)
+
+
+if __name__ == "__main__":
+    main()
