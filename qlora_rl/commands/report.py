@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
+import time
 from typing import Any
 
-from qlora_rl.commands.codes import PORT, UsageError, existing
+from qlora_rl.commands.codes import existing
 from qlora_rl.errors import RunDirectoryError
 
 # One of them is written before anything is trained.
@@ -22,25 +22,15 @@ def add(commands: Any) -> None:
     report.add_argument(
         "--live",
         action="store_true",
-        help="serve a page on this machine that refreshes while the run trains, until Ctrl-C",
+        help="write the page again and again while the run trains, until Ctrl-C; a browser that shows it follows",
     )
-    report.add_argument("--port", type=PORT, default=0, metavar="N", help="port for --live (default: a free one)")
     report.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the page and name it; or serve it until Ctrl-C, which is its ordinary end."""
-    if arguments.live:
-        from qlora_rl.report.live import LiveReport
-
-        with LiveReport(arguments.runs, arguments.port) as report:
-            with contextlib.suppress(KeyboardInterrupt):
-                print(f"{report.url}  (Ctrl-C ends it)", flush=True)
-                report.serve()
-        return 0
-    if arguments.port:
-        raise UsageError("writing a report: --port is for --live only. Add --live, or leave it out.")
-    from qlora_rl.report import write_report
+    """Write the page and name it; with --live write it until the run or Ctrl-C ends it."""
+    from qlora_rl.report import read_run, write_report
+    from qlora_rl.report.page import RENEWED_S
 
     for each in arguments.runs:
         if each.is_dir() and not any((each / name).exists() for name in _OF_A_RUN):
@@ -48,5 +38,12 @@ def run(arguments: argparse.Namespace) -> int:
                 f"writing a report: {each} holds none of {', '.join(_OF_A_RUN)}, so it is not a run. Pass a run "
                 "directory, such as runs/demo-..."
             )
-    print(write_report(arguments.runs[0], arguments.runs[1:]))
+    first, *others = arguments.runs
+    print(write_report(first, others, is_live=arguments.live), flush=True)
+    try:
+        while arguments.live and read_run(first).status == "running":
+            time.sleep(RENEWED_S)
+            write_report(first, others, is_live=True)
+    except KeyboardInterrupt:
+        write_report(first, others)  # which is read once
     return 0

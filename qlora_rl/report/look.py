@@ -1,4 +1,4 @@
-"""How the page looks (`CSS`), the read-out under the pointer (`JS`), and what renews a live page (`LIVE_JS`).
+"""How the page looks (`CSS`), and the read-out under the pointer (`JS`).
 
 Colours are Okabe and Ito's (safe for colour-blind readers), darkened or lightened for contrast; runs also
 differ by dash.
@@ -119,7 +119,7 @@ footer { font-size: .82rem; margin-top: 2.5rem; }
 """
 
 JS = """
-const watch = () => { for (const plot of document.querySelectorAll("[data-hover]")) {
+for (const plot of document.querySelectorAll("[data-hover]")) {
   const data = JSON.parse(plot.dataset.hover), [low, high] = data.x;
   const make = (name) => {
     const made = plot.appendChild(document.createElement("div"));
@@ -145,36 +145,5 @@ const watch = () => { for (const plot of document.querySelectorAll("[data-hover]
     box.style.right = part < .5 ? "" : `calc(${100 - 100 * part}% + 12px)`;
   });
   plot.addEventListener("pointerleave", () => { cross.hidden = box.hidden = true; });
-} };
-watch();
-"""
-
-# Asks for the page every three seconds; what changed is put in the place of what is shown, and what was opened stays
-# open.
-LIVE_JS = """
-let shown = null;
-const renew = async () => {
-  let text;
-  try {
-    const answer = await fetch("/", { cache: "no-cache" });
-    if (!answer.ok) throw new Error(answer.statusText);
-    text = await answer.text();
-  } catch {
-    document.querySelector(".live").textContent =
-      "The server of this page has stopped; what is shown is the last of it.";
-    return;
-  }
-  if (text === shown) return;
-  const isFirst = shown === null;
-  shown = text;
-  if (isFirst) return;
-  const main = new DOMParser().parseFromString(text, "text/html").querySelector("main");
-  const summaries = [...document.querySelectorAll("details > summary")];
-  const before = new Map(summaries.map((s) => [s.textContent, s.parentNode.open]));
-  for (const s of main.querySelectorAll("details > summary"))
-    if (before.has(s.textContent)) s.parentNode.open = before.get(s.textContent);
-  document.querySelector("main").replaceWith(document.adoptNode(main));
-  watch();
-};
-setInterval(renew, 3000);
+}
 """

@@ -16,7 +16,7 @@ from typing import Any
 from qlora_rl.locks import replace_file
 
 from .curves import draw_curves
-from .look import CSS, JS, LIVE_JS
+from .look import CSS, JS
 from .outcomes import draw_disagreements, draw_evaluation, draw_rollouts, draw_samples
 from .parts import Markup, download, object_in, pairs, section, table, tag
 from .quantities import ABSENT, factor, finite, octets, plain, seconds, share
@@ -28,10 +28,16 @@ _SECRET = re.compile(r"(?i)(?:^|[_.-])(?:api[_-]?key|(?:hf|auth|access|bearer)[_
 _SECRET_ARGUMENT = re.compile(r"(?i)(--?[\w-]*(?:api[_-]?key|hf[_-]?token|auth[_-]?token|secret|password)[= ]\s*)\S+")
 
 
-def write_report(run_dir: Path | str, against: Sequence[Path | str] = ()) -> Path:
+# Seconds after which a browser reads a page again whose run is training.
+RENEWED_S = 5
+
+
+def write_report(run_dir: Path | str, against: Sequence[Path | str] = (), *, is_live: bool = False) -> Path:
     """Write `run_dir/report.html`, one page that needs nothing else, and return its path.
 
-    `against` are other runs, which are added to the charts and tables. The page appears whole or not at all.
+    `against` are other runs, which are added to the charts and tables. The page appears whole or not at all. Where
+    `is_live`, a browser reads it again every few seconds as long as the run is training; it is for the caller to write
+    it again.
 
     Raises:
         RunDirectoryError: `run_dir` or one of `against` is not a directory. Whatever is missing inside is no error.
@@ -39,28 +45,22 @@ def write_report(run_dir: Path | str, against: Sequence[Path | str] = ()) -> Pat
     runs = [read_run(path) for path in (run_dir, *against)]
     target = runs[0].path / "report.html"
     # A sample may hold half a surrogate pair, which UTF-8 cannot carry: it becomes a question mark.
-    replace_file(target, render(runs).encode("utf-8", errors="replace"))
+    replace_file(target, render(runs, is_live=is_live).encode("utf-8", errors="replace"))
     return target
 
 
-def render(runs: Sequence[Run], news: str | None = None) -> str:
-    """The page of the first run, compared with the others.
-
-    Args:
-        runs: as `read_run` gives them.
-        news: of a page that renews itself: a sentence for its top.
-    """
+def render(runs: Sequence[Run], *, is_live: bool = False) -> str:
+    """The page of the first run, compared with the others; see `write_report`."""
     run, names, facts = runs[0], name_runs(runs), [summarise(r) for r in runs]
-    script = JS if news is None else JS + LIVE_JS
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    renews = is_live and run.status == "running"
+    digest = base64.b64encode(hashlib.sha256(JS.encode()).digest()).decode()
     # The policy lets the browser fetch nothing and run no script but ours, even if something slipped through escaping.
     policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'"
-    if news is not None:
-        policy += "; connect-src 'self'"
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
         tag("meta", http_equiv="Content-Security-Policy", content=policy),
+        tag("meta", http_equiv="refresh", content=str(RENEWED_S)) if renews else None,
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name="color-scheme", content="light dark"),
         tag("link", rel="icon", href="data:,"),
@@ -70,8 +70,8 @@ def render(runs: Sequence[Run], news: str | None = None) -> str:
     has_steps = any(r.metrics for r in runs)
     body = tag(
         "main",
-        tag("p", news, class_="live", role="status") if news is not None else None,
-        _draw_top(run, facts[0], is_live=news is not None),
+        tag("p", "This run is training, and the page renews itself.", class_="live") if renews else None,
+        _draw_top(run, facts[0]),
         *((*draw_curves(runs, names), draw_time(runs, names)) if has_steps else ()),
         draw_evaluation(run),
         draw_samples(run),
@@ -81,7 +81,7 @@ def render(runs: Sequence[Run], news: str | None = None) -> str:
         _draw_details(run),
         tag("footer", f"Written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC from the files of {run.name}."),
     )
-    page = tag("html", head, tag("body", body, tag("script", Markup(script))), lang="en")
+    page = tag("html", head, tag("body", body, tag("script", Markup(JS))), lang="en")
     return "<!doctype html>\n" + page + "\n"
 
 
@@ -112,8 +112,7 @@ WORDS_OF_EXAMPLES = (
 )
 
 
-def _draw_top(run: Run, facts: Facts, *, is_live: bool) -> Markup:
-    state = "running" if is_live and run.status == "unfinished" else run.status
+def _draw_top(run: Run, facts: Facts) -> Markup:
     model = run.config.get("model")
     known = WORDS if run.is_online else WORDS_OF_EXAMPLES
     words = [part for term, meaning in known for part in (tag("dt", term), tag("dd", meaning))]
@@ -122,7 +121,7 @@ def _draw_top(run: Run, facts: Facts, *, is_live: bool) -> Markup:
         notes.insert(0, f"The run ended with an error: {run.summary['error']}")
     return tag(
         "header",
-        tag("div", tag("span", state, class_=f"chip {run.status}"), tag("span", run.name),
+        tag("div", tag("span", run.status, class_=f"chip {run.status}"), tag("span", run.name),
             tag("span", model) if model else None, class_="meta"),
         tag("h1", headline(run, facts)),
         *(tag("p", sentence, class_="lead") for sentence in (fidelity_sentence(run, facts), base_sentence(run))

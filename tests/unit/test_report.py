@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import base64
 import csv
-import hashlib
-import http.client
 import io
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 
-from qlora_rl.errors import ConfigConflictError, RunDirectoryError
+from qlora_rl.errors import RunDirectoryError
 from qlora_rl.locks import hold
 from qlora_rl.report import read_run, summarise, write_report
 from qlora_rl.report.charts import Line, Reference, draw_chart, linear_axis, log_axis, smooth, thin_out
-from qlora_rl.report.live import HOST, LiveReport
 from qlora_rl.report.outcomes import judge_sample
 from qlora_rl.report.page import name_runs
 from qlora_rl.report.quantities import factor, octets, plain, seconds, share
@@ -478,96 +472,26 @@ def test_what_4_bits_cost_the_base_is_said_where_it_was_measured(measured, tmp_p
     assert ("away from the model" in page) == isinstance(measured, dict)
 
 
-# --- live -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def live(tmp_path):
+def test_a_live_page_is_read_again_as_long_as_the_run_trains(tmp_path):
     path = make_run(tmp_path / "a", summary=None)
-    with LiveReport([path]) as report:
-        thread = threading.Thread(target=report.serve)
-        thread.start()
-        yield path, report
-        report.close()
-        thread.join(60)
-        assert not thread.is_alive()
-
-
-def ask(report, path="/", method="GET", **headers):
-    connection = http.client.HTTPConnection(HOST, int(report.url.rsplit(":")[-1].strip("/")), timeout=60)
-    connection.request(method, path, headers=headers)
-    answer = connection.getresponse()
-    body = answer.read().decode()
-    connection.close()
-    return answer, body
-
-
-def test_a_live_page_follows_the_run_and_says_when_it_has_finished(live):
-    path, report = live
-    answer, page = ask(report)
-    assert answer.status == 200
-    assert "Live: this run is training" in page
-    known = answer.headers["ETag"]
-    assert ask(report, **{"If-None-Match": known})[0].status == 304
-    with open(path / "metrics.jsonl", "a") as handle:
-        handle.write(json.dumps({"step": 41, "reward": 1.0, **METRIC}) + "\n")
-    answer, page = ask(report, **{"If-None-Match": known})
-    assert answer.status == 200
-    assert "So far, in 41 steps" in page
+    handle = hold(path)
+    assert 'http-equiv="refresh"' not in read_page(path)
+    assert 'http-equiv="refresh"' in write_report(path, is_live=True).read_text()
+    os.close(handle)
     (path / "summary.json").write_text('{"status": "finished"}')
-    assert "This run has finished; the page changes no more." in ask(report)[1]
-    assert not (path / "report.html").exists()
+    assert 'http-equiv="refresh"' not in write_report(path, is_live=True).read_text()
 
 
-def test_a_live_page_is_for_this_machine_and_only_to_be_read(live):
-    _, report = live
-    assert report.url.startswith("http://127.0.0.1:")
-    assert ask(report, Host="evil.example")[0].status == 403
-    assert ask(report, "/config.json")[0].status == 404
-    assert ask(report, "/../secrets")[0].status == 404
-    assert ask(report, method="POST")[0].status == 501
-    page = ask(report)[1]
-    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page).group(1).replace("&#x27;", "'")
-    script = re.search(r"<script>(.*?)</script>", page, re.DOTALL).group(1)
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    assert policy.split("; ") == [
-        "default-src 'none'", "style-src 'unsafe-inline'", "img-src data:", f"script-src 'sha256-{digest}'",
-        "connect-src 'self'",
-    ]  # fmt: skip
-
-
-def test_a_run_that_is_silent_for_minutes_is_told_from_one_that_trains(live):
-    path, report = live
-    for file in path.iterdir():
-        os.utime(file, (time.time() - 600,) * 2)
-    assert "written nothing for 10 min" in ask(report)[1].replace("\u202f", " ")
-
-
-def test_a_run_that_goes_away_is_an_error_on_the_page_and_not_the_end(live):
-    path, report = live
-    shutil.rmtree(path)
-    assert ask(report)[0].status == 500
-    make_run(path)
-    assert ask(report)[0].status == 200
-
-
-def test_a_port_that_is_taken_is_said(live):
-    path, report = live
-    port = int(report.url.rsplit(":")[-1].strip("/"))
-    with pytest.raises(ConfigConflictError, match=f"port {port} of 127.0.0.1 is not available"):
-        LiveReport([path], port)
-    with pytest.raises(RunDirectoryError, match="is not a directory"):
-        LiveReport([path / "absent"])
-
-
-def test_the_command_serves_until_ctrl_c(tmp_path):
-    path = make_run(tmp_path / "a")
+def test_the_command_follows_a_run_until_ctrl_c(tmp_path):
+    path = make_run(tmp_path / "a", summary=None)
     command = [sys.executable, "-m", "qlora_rl.cli", "report", str(path), "--live"]
+    handle = hold(path)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        said = process.stdout.readline()
-        assert "http://127.0.0.1:" in said
+        assert process.stdout.readline().strip() == str(path / "report.html")
         process.send_signal(signal.SIGINT)
         assert process.wait(120) == 0
+    os.close(handle)
+    assert 'http-equiv="refresh"' not in (path / "report.html").read_text()
 
 
 GRPO = {
