@@ -1,14 +1,12 @@
 """How full weights go from the trainer's device into that of an engine's worker without a file: through memory that
 both open, or by a broadcast in a group of two. Both ends; torch only.
 
-The two that need CUDA have not been run; each has one for the CPU next to it, with the same code around it: CUDA IPC
-and shared memory, NCCL and gloo. vLLM's own weight transfer takes the same ways, but loads while it receives, and takes
-pickled handles over HTTP.
+The one that needs CUDA, NCCL, has not been run; gloo has the same code around it. vLLM's own weight transfer takes such
+ways, too, but loads while it receives, and takes pickled handles over HTTP.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import os
 import re
@@ -28,9 +26,8 @@ from qlora_rl.adapter.store import default_root
 from qlora_rl.errors import ConfigConflictError, SyncError
 from qlora_rl.locks import let_go, new_directory
 
-# By memory, and by a group; the first of each is for the CPU.
-WAYS = ("shared_memory", "cuda_ipc", "gloo", "nccl")
-ON_CUDA = ("cuda_ipc", "nccl")
+# By memory, and by a group.
+WAYS = ("shared_memory", "gloo", "nccl")
 # Every weight begins at a multiple of so many bytes.
 ALIGNED = 16
 # Words of 8 bytes that a checksum reads at once.
@@ -148,9 +145,7 @@ def open_carrier(way: str, towards: str) -> WeightChannel:
     """
     check_way(way)
     try:
-        if way == "shared_memory":
-            return SharedMemory()
-        return CudaIpc() if way == "cuda_ipc" else Group(way, _own_address(towards))
+        return SharedMemory() if way == "shared_memory" else Group(way, _own_address(towards))
     except OSError as error:
         raise SyncError(f"sending weights: weights_by={way!r}: {error}. Use weights_by='http'.") from error
 
@@ -159,7 +154,7 @@ def check_way(way: str) -> None:
     """Raise `ConfigConflictError` where this machine does not have that way."""
     if way not in WAYS:
         raise ConfigConflictError(f"sending weights: weights_by={way!r} is not one of {('http', *WAYS)}. Use 'http'.")
-    if way in ON_CUDA and not torch.cuda.is_available():
+    if way == "nccl" and not torch.cuda.is_available():
         raise ConfigConflictError(
             f"sending weights: weights_by={way!r} needs an NVIDIA GPU, and torch {torch.__version__} finds none. Use "
             "'http'."
@@ -175,7 +170,7 @@ def open_receiver(told: Mapping[str, Any], device: torch.device) -> Receiver:
     check_way(way := str(told.get("way")))
     if way == "shared_memory":
         return SharedMemoryEnd(device)
-    return CudaIpcEnd(device) if way == "cuda_ipc" else GroupEnd(way, str(told["host"]), int(told["port"]), device)
+    return GroupEnd(way, str(told["host"]), int(told["port"]), device)
 
 
 # --- memory that both open ------------------------------------------------------------------------------------------
@@ -271,85 +266,6 @@ def _own_file(file: Path) -> int | None:
     except OSError:
         pass
     return None
-
-
-# What `reduce_tensor` says of a tensor in CUDA memory, in its order; `None`: the same everywhere, or of this process.
-_HANDLE = (
-    None, "size", "stride", "offset", None, None, None, "handle", "storage_bytes", "storage_offset", None,
-    "counter", "counter_offset", "event", "event_sync",
-)  # fmt: skip
-_BYTES = ("handle", "counter", "event")
-
-
-def as_ticket(about: Sequence[Any]) -> dict[str, Any]:
-    """What torch says of memory that another process may open, as JSON: no pickle is read from a request."""
-    named = {name: value for name, value in zip(_HANDLE, about, strict=True) if name is not None}
-    encoded = {name: base64.b64encode(named[name]).decode() for name in _BYTES}
-    return {**named, "size": list(named["size"]), "stride": list(named["stride"]), **encoded}
-
-
-def from_ticket(ticket: Mapping[str, Any], device: int) -> tuple[Any, ...]:
-    """Inverse of `as_ticket`: arguments of torch's `rebuild_cuda_tensor` on a device."""
-    here = {name: base64.b64decode(ticket[name]) for name in _BYTES}
-    given = {**ticket, **here, "size": torch.Size(ticket["size"]), "stride": tuple(ticket["stride"])}
-    own = {0: torch.Tensor, 4: torch.storage.TypedStorage, 5: torch.uint8, 6: device, 10: False}
-    return tuple(own[i] if name is None else given[name] for i, name in enumerate(_HANDLE))
-
-
-class CudaIpc:
-    """CUDA memory of this process, opened by another one on the same GPU. Not run yet."""
-
-    def __init__(self) -> None:
-        self.device = torch.device("cuda", torch.cuda.current_device())
-
-    def describe(self) -> dict[str, Any]:
-        """The way alone: each ticket names its GPU, whatever number either side gives it."""
-        return {"way": "cuda_ipc"}
-
-    def join(self) -> None:
-        """Nothing."""
-
-    def carry(self, buffer: torch.Tensor, ask: Ask) -> None:
-        """See `WeightChannel`; the buffer is whole before its handle is told, and lives until it was read."""
-        from torch.multiprocessing.reductions import reduce_tensor
-
-        torch.cuda.synchronize(self.device)
-        _, about = reduce_tensor(buffer)
-        ask({"gpu": str(torch.cuda.get_device_properties(self.device).uuid), **as_ticket(about)})
-
-    def close(self) -> None:
-        """See `WeightChannel`."""
-        torch.cuda.ipc_collect()
-
-
-class CudaIpcEnd:
-    """Opens what `CudaIpc` names, and copies it. Not run yet."""
-
-    def __init__(self, device: torch.device):
-        self._device = device
-
-    def receive(self, ticket: Mapping[str, Any], nbytes: int) -> torch.Tensor:
-        """See `Receiver`.
-
-        Raises:
-            SyncError: the trainer's memory is on another GPU.
-        """
-        from torch.multiprocessing.reductions import rebuild_cuda_tensor
-
-        index = self._device.index or 0
-        ours, theirs = str(torch.cuda.get_device_properties(index).uuid), ticket.get("gpu")
-        if ours != theirs:
-            raise SyncError(
-                f"taking weights: the engine is on GPU {ours}, the trainer's weights are on {theirs}. Between two GPUs "
-                "use weights_by='nccl'."
-            )
-        theirs = rebuild_cuda_tensor(*from_ticket(ticket, index))
-        found = theirs[:nbytes].clone()
-        torch.cuda.synchronize(index)  # the trainer writes over its memory as soon as it has an answer
-        return found
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 # --- a group of two -------------------------------------------------------------------------------------------------

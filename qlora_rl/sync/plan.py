@@ -32,7 +32,6 @@ DENSE_WAYS = {
     "object_store": "sent through Ray's object store, in parts, to actors on the baked base, which load it when all is "
     "there",
     "shared_memory": "put, in parts, into memory that the server's worker on this machine maps",
-    "cuda_ipc": "put, in parts, into memory of the GPU that the server's worker uses too",
     "gloo": "sent to the server's worker over TCP (gloo)",
     "nccl": "sent to the server's worker from GPU to GPU (NCCL)",
 }
