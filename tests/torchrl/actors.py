@@ -43,8 +43,6 @@ def world(rpc, rank, place):
     """Whatever a layer wants both processes to be part of."""
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())
-    if rpc == "torch":
-        return sides.torch_world(rank, place)
     if rpc == "ray":
         import ray
 
@@ -101,8 +99,6 @@ def receiver(base, rpc, transfer, place, timeout_s=60.0, pushes=1, stall_at="", 
             assert not side.poll_and_apply(0.0)  # there is nothing more
             idle += 1
             tell("counted", versions=seen, idle=idle)
-        if rpc == "torch":
-            time.sleep(1.0)  # answers of torch's agent are still on their way
         side.shutdown()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 PROBE = [[40, 41, 42, 43, 44, 45], [60, 9, 33, 12, 7, 41]]
@@ -57,8 +56,6 @@ def make_rpc(kind: str, place: Path):
 
     if kind == "multiprocessing":
         return torchrl.MultiprocessingRPC(str(place / "socket"), b"a key of this test")
-    if kind == "torch":
-        return torchrl.TorchDistributedRPC()
     if kind == "ray":
         return torchrl.RayRPC(f"mailbox-{place.name}", namespace="qlora-rl-tests")
     raise ValueError(kind)
@@ -82,20 +79,6 @@ def make_scheme(rpc: str, transfer: str, place: Path, timeout_s: float = 60.0, *
     return AdapterSyncScheme(
         make_rpc(rpc, place), make_transfer(transfer, place, timeout_s), timeout_s=timeout_s, **options
     )
-
-
-@contextmanager
-def torch_world(rank: int, place: Path):
-    """The RPC world of torch: rank 0 is the trainer, 1 the sampler."""
-    import torch.distributed.rpc as rpc
-
-    os.environ.setdefault("TP_SOCKET_IFNAME", "lo")
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{place}/world", num_worker_threads=4)
-    rpc.init_rpc(("trainer", "sampler")[rank], rank=rank, world_size=2, rpc_backend_options=options)
-    try:
-        yield
-    finally:
-        rpc.shutdown(graceful=False)
 
 
 def dense_engine(base):
