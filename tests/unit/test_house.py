@@ -30,7 +30,6 @@ OWNERS = {
     "vllm_bnb_plugin": {"engine"},
     "trl": {"train", "demo"},
     "gguf": {"export"},
-    "llama_cpp": {"export"},
     "triton": {"engine"},
     "torchrl": {"torchrl"},
     "tensordict": {"torchrl"},
