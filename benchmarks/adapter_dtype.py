@@ -17,7 +17,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from qlora_rl.bench.rounds import measured_at
+from rounds import measured_at
+
 from qlora_rl.train.run import describe_machine, describe_versions
 
 SEEDS = (0, 1, 2)

@@ -23,10 +23,10 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from kinds import KINDS, lora  # noqa: E402
 from pair import OPTIONS, Noisy, Pair, trained  # noqa: E402
+from rounds import measured_at  # noqa: E402
 from support import make_model  # noqa: E402
 
 from qlora_rl import DenseSync, LocalEngine, SyncError, bake_base, prepare_base  # noqa: E402
-from qlora_rl.bench.rounds import measured_at  # noqa: E402
 from qlora_rl.demo.job import quieten  # noqa: E402
 from qlora_rl.train.run import describe_machine, describe_versions  # noqa: E402
 

@@ -22,12 +22,12 @@ from typing import Any
 
 from datasets import Dataset
 from peft import LoraConfig
+from rounds import measured_at
 from sync import ROOT
 from trl import GRPOConfig
 
 from qlora_rl import QLoRAAsyncGRPOTrainer, QLoRAGRPOTrainer, prepare_base
 from qlora_rl.adapter.store import default_root
-from qlora_rl.bench.rounds import measured_at
 from qlora_rl.demo import task
 from qlora_rl.demo.job import quieten
 from qlora_rl.demo.tiny_model import make_tiny_model, measure_accuracy

@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 
 import torch
+from rounds import measured_at
 
 from qlora_rl import LocalEngine, bake_base, compare, fingerprint_base, load_base, prepare_base, verify_base
-from qlora_rl.bench.rounds import measured_at
 from qlora_rl.demo import task
 from qlora_rl.demo.job import quieten
 from qlora_rl.demo.tiny_model import make_tiny_model

@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from rounds import described
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, SFTConfig
 
 from qlora_rl import PreparedBase, QLoRAGRPOTrainer, QLoRASFTTrainer, load_base, prepare_base
-from qlora_rl.bench.rounds import described
 from qlora_rl.cpu_matmul import Float32Products
 from qlora_rl.demo.real_model import real_model
 from qlora_rl.demo.real_project.rewards import json_form, score

@@ -21,6 +21,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from rounds import measured_at
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qlora_rl.base.calibration import codes
@@ -29,7 +30,6 @@ from qlora_rl.base.calibration.codes import choose_codes
 from qlora_rl.base.calibration.text import shipped_text, token_sequences
 from qlora_rl.base.quant import QuantSpec, quantize_linear
 from qlora_rl.base.reader import read_4bit
-from qlora_rl.bench.rounds import measured_at
 from qlora_rl.train.run import describe_versions
 
 RESULTS = Path(__file__).parent / "results" / "calibration.json"

@@ -16,7 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from qlora_rl.bench.rounds import measured_at
+from rounds import measured_at
+
 from qlora_rl.train.run import describe_machine, describe_versions
 
 SEEDS = (0, 1, 2, 3, 4)

@@ -21,11 +21,11 @@ from pathlib import Path
 import torch
 from live_memory import Live
 from peft import LoraConfig, get_peft_model
+from rounds import measured_at
 from sync import make_model, merge_cycle, seconds, summary
 
 from qlora_rl import DenseSync, LocalEngine, bake_base, iter_weights, load_base, prepare_base
 from qlora_rl.base.quant import dequantised_weight
-from qlora_rl.bench.rounds import measured_at
 from qlora_rl.demo.job import quieten
 from qlora_rl.engine.server import LocalServer
 from qlora_rl.train.run import describe_machine, describe_versions

@@ -21,10 +21,10 @@ from pathlib import Path
 import torch
 from dense import adapted
 from live_memory import Live
+from rounds import measured_at
 from sync import make_model, summary
 
 from qlora_rl import DenseSync, RayFleet, ServerEngine, bake_base, connect, prepare_base, start_server
-from qlora_rl.bench.rounds import measured_at
 from qlora_rl.demo.job import quieten
 from qlora_rl.train.run import describe_machine, describe_versions
 

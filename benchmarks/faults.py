@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 from noise import LORA
+from rounds import described
 
 from qlora_rl import QLoRAGRPOTrainer, prepare_base, verify_base
-from qlora_rl.bench.rounds import described
 from qlora_rl.config.launch import trainer_arguments, trl_config
 from qlora_rl.config.read import read_config
 from qlora_rl.config.rewards import load_reward

@@ -32,9 +32,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from qlora_rl.bench.rounds import described
-from qlora_rl.bench.step import KV_CACHE_GIB, typical
+from rounds import described
+from step import KV_CACHE_GIB, typical
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_STEPS, DEFAULT_SEEDS = 50, (0, 1, 2)
@@ -358,11 +357,12 @@ def _sampler(way: str) -> Callable[[int, int, Path, Path], dict[str, Any]]:
     """Tokens per second of an engine alone, with an adapter that serves."""
 
     def run(seed: int, steps: int, home: Path, work: Path) -> dict[str, Any]:
+        from shapes import RANK, make_adapter
+        from vanilla_vllm import VanillaEngine
+
         from qlora_rl import LocalEngine
         from qlora_rl.base.checkpoint import open_base
-        from qlora_rl.bench.shapes import RANK, make_adapter
         from qlora_rl.contracts import SamplingSpec
-        from qlora_rl.engine.vanilla_vllm import VanillaEngine
 
         base = open_base(_bases(home)["nf4"])
         adapter = make_adapter(base, work / "adapter")

@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rounds import add_to, described
+from shapes import RANK, SIZES, make_model
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from qlora_rl.base.checkpoint import PreparedBase, load_base, prepare_base
-from qlora_rl.bench.rounds import add_to, described
-from qlora_rl.bench.shapes import RANK, SIZES, make_model
 from qlora_rl.cpu_matmul import Float32Products
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.memory.plan import plan_memory

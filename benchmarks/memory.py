@@ -91,7 +91,8 @@ def main() -> None:
     if arguments.measure:
         print("RESULT", json.dumps(measure(arguments.measure[0], Path(arguments.measure[1]))))
         return
-    from qlora_rl.bench.rounds import measured_at
+    from rounds import measured_at
+
     from qlora_rl.train.run import describe_machine, describe_versions
 
     runs: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}

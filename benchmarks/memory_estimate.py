@@ -147,8 +147,9 @@ def main() -> None:
     if arguments.train or arguments.serve:
         print(json.dumps(train(*arguments.train) if arguments.train else serve(arguments.serve)))
         return
+    from rounds import measured_at
+
     from qlora_rl import plan_memory
-    from qlora_rl.bench.rounds import measured_at
     from qlora_rl.memory.shape import read_config
     from qlora_rl.train.run import describe_machine, describe_versions
 

@@ -39,9 +39,9 @@ def linear_fit(lengths: list[int], peaks: list[int]) -> dict[str, float]:
 def measure(hidden: int, lengths: list[int]) -> dict:
     """Measured and estimated bytes of one shape by length, and the fit of the measured peaks."""
     from live_memory import Step, line_of
+    from shapes import Shape, make_model
 
     from qlora_rl import prepare_base
-    from qlora_rl.bench.shapes import Shape, make_model
 
     width, layers, heads, key_heads = SHAPES[hidden]
     rows = {}
@@ -72,8 +72,7 @@ def measure(hidden: int, lengths: list[int]) -> dict:
 def main() -> None:
     """Measure and print; write the JSON, in which shapes that are not measured stay as they are."""
     import torch
-
-    from qlora_rl.bench.rounds import described
+    from rounds import described
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 16_384, 32_768])

@@ -14,8 +14,8 @@ import tempfile
 from pathlib import Path
 
 import transformers
+from rounds import measured_at
 
-from qlora_rl.bench.rounds import measured_at
 from qlora_rl.cli import main as command
 from qlora_rl.train.run import describe_versions
 

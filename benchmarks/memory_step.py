@@ -152,8 +152,7 @@ def estimates(base) -> dict[str, float]:
 
 def main() -> None:
     import torch
-
-    from qlora_rl.bench.rounds import described
+    from rounds import described
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "memory_step.json")

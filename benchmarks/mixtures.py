@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rounds import add_to, described
 
 from qlora_rl.base.experts import ATTENTION
-from qlora_rl.bench.rounds import add_to, described
 
 RESULTS = Path(__file__).parent / "results" / "mixtures.json"
 STEPS = 40

@@ -24,8 +24,8 @@ from qlora_rl.errors import QloraRLError
 
 def main() -> int:
     from products import MODELS, SIXTEEN, bench_products, require_gpu
+    from rounds import add_to, described
 
-    from qlora_rl.bench.rounds import add_to, described
     from qlora_rl.engine.linears.gpu_compute import TOKENS, table_of_this_gpu
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rounds import described
 
-from qlora_rl.bench.rounds import described
 from qlora_rl.config.launch import trainer_arguments, trl_config
 from qlora_rl.config.read import read_config
 from qlora_rl.config.rewards import load_reward

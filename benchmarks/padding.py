@@ -3,7 +3,7 @@ trainers do it.
 
     python benchmarks/padding.py [--jobs 512 8192] [--json benchmarks/results/padding.json]
 
-The 0.1 B shape of `qlora-rl bench` as NF4, LoRA of rank 16 on every linear, gradient checkpointing, bf16 autocast, one
+The 0.1 B shape of `bench.py` as NF4, LoRA of rank 16 on every linear, gradient checkpointing, bf16 autocast, one
 thread. Both sides are the same model, in turns, in one process. The trainers' side has no padding, MLPs and norms in
 tiles, no copies of inputs, and layer inputs in host memory, which is not counted. Seconds of the processor, the peak of
 live tensors (as a dispatch mode of torch sees them), and how far losses, logprobs and gradients are apart. About ten
@@ -50,6 +50,7 @@ def make_batch(count: int, longest: int, least: float, shared: int = 0):
 
 def make_model(directory: Path, layers: int):
     """A model as the trainer has it, and what makes it that of either side."""
+    import shapes
     import torch
     from live_memory import Uncounted
     from peft import LoraConfig, get_peft_model
@@ -57,7 +58,6 @@ def make_model(directory: Path, layers: int):
 
     from qlora_rl import load_base, prepare_base
     from qlora_rl.adapter.inspected import shorten_lora
-    from qlora_rl.bench import shapes
     from qlora_rl.train.scoring.logprobs import use_small_tiles
     from qlora_rl.train.scoring.padding import remove_padding
     from qlora_rl.train.setup.layer_inputs import keep_on_host
@@ -119,8 +119,7 @@ def job(model, be, name: str) -> dict:
     side."""
     import torch
     from live_memory import Live
-
-    from qlora_rl.bench.rounds import compare
+    from rounds import compare
 
     longest, least, count, layers, rounds, *shared = JOBS[name]
     batch, sides = make_batch(count, longest, least, *shared), ("padded", "one row")
@@ -173,8 +172,8 @@ def differences(one, other) -> dict[str, float]:
 def main() -> None:
     """Measure and print; with --json also write."""
     import torch
+    from rounds import described
 
-    from qlora_rl.bench.rounds import described
     from qlora_rl.cpu_matmul import Float32Products
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from qlora_rl.bench.rounds import add_to, described
+from rounds import add_to, described
 
 RESULTS = Path(__file__).parent / "results" / "pictures.json"
 WAYS = ("colocate", "server", "trl-merge")

@@ -71,7 +71,7 @@ def require_gpu() -> None:
     if not torch.cuda.is_available():
         raise EngineUnsupportedError(
             f"measuring products with 4-bit weights: torch {torch.__version__} sees no NVIDIA GPU, which these kernels "
-            "need. Run it on a machine with one; on the CPU use `qlora-rl bench rollout`."
+            "need. Run it on a machine with one; on the CPU use `python benchmarks/bench.py rollout`."
         )
 
 

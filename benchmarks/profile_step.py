@@ -4,7 +4,7 @@ its merge.
     python benchmarks/profile_step.py [--sizes demo 0.1b 0.4b] [--steps 40] [--rounds 2] [--json
     benchmarks/results/profile_step.json] [--flame DIR]
 
-While `qlora_rl.bench.step` trains, a timer of processor time looks at the main thread; each sample counts as much as
+While `step.py` trains, a timer of processor time looks at the main thread; each sample counts as much as
 this thread has computed since the one before, and belongs to the first of the parts below that is on the stack. Waiting
 and other processes do not count, so the shares also hold on a shared machine; run it with OMP_NUM_THREADS=1, as the
 time of other threads is not seen. `--flame DIR` keeps the stacks, one line each with its microseconds, as flamegraph.pl
@@ -29,8 +29,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from qlora_rl.bench.rounds import add_to, described
-from qlora_rl.bench.step import JOBS, SIDES, WARM, _make_base, measure
+from rounds import add_to, described
+from step import JOBS, SIDES, WARM, _make_base, measure
 
 # A sample inside several counts for the first. "a>b" is b inside a.
 PARTS = {

@@ -400,8 +400,9 @@ def run_once(
 
 def measure_paced(work: Path) -> dict[str, Any]:
     """Each kind of run with paced engines, and what the model says of it."""
+    from shapes import SIZES, make_model
+
     from qlora_rl import RayFleet, prepare_base
-    from qlora_rl.bench.shapes import SIZES, make_model
 
     base = prepare_base(make_model(work / "model", SIZES["demo"]), out=work / "nf4")
     kinds = [(1, 0), (2, 0), (4, 0), (1, 1), (2, 1), (4, 1), (4, 2)]
@@ -440,9 +441,9 @@ def measure_paced(work: Path) -> dict[str, Any]:
 def measure_real(work: Path) -> dict[str, Any]:
     """vLLM in one, two and four actors, a thread each; one engine in the trainer's process with all threads."""
     import torch
+    from shapes import SIZES, make_model
 
     from qlora_rl import RayFleet, prepare_base
-    from qlora_rl.bench.shapes import SIZES, make_model
 
     cores = torch.get_num_threads()
     base = prepare_base(make_model(work / "model", SIZES["0.1b"]), out=work / "nf4")
@@ -541,7 +542,8 @@ def main() -> None:
     arguments = parser.parse_args()
     result = json.loads(arguments.json.read_text())
     if arguments.measure:
-        from qlora_rl.bench.rounds import described
+        from rounds import described
+
         from qlora_rl.cpu_features import processor
 
         with tempfile.TemporaryDirectory() as work:

@@ -19,11 +19,11 @@ from pathlib import Path
 import httpx
 import torch
 from peft import LoraConfig, get_peft_model
+from rounds import measured_at
 from sync import ROOT, make_model, summary
 
 from qlora_rl import AdapterSync, Canary, ServerEngine, load_base, prepare_base, start_server
 from qlora_rl.adapter.store import default_root
-from qlora_rl.bench.rounds import measured_at
 from qlora_rl.demo.job import quieten
 from qlora_rl.sync.transports import BytesTransport, DirectoryTransport
 from qlora_rl.train.run import describe_machine, describe_versions

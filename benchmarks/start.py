@@ -22,7 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from qlora_rl.bench.rounds import compare, described
+from rounds import compare, described
 
 ROOT = Path(__file__).parents[1]
 LIMIT_S = 600

@@ -21,11 +21,11 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from kinds import lora  # noqa: E402
 from pair import OPTIONS, Pair  # noqa: E402
+from rounds import measured_at  # noqa: E402
 from starts import STARTS, started, steps  # noqa: E402
 from support import make_model  # noqa: E402
 
 from qlora_rl import LocalEngine, bake_base, judge_adapter, prepare_base  # noqa: E402
-from qlora_rl.bench.rounds import measured_at  # noqa: E402
 from qlora_rl.demo.job import quieten  # noqa: E402
 from qlora_rl.train.run import describe_machine, describe_versions  # noqa: E402
 

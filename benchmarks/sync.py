@@ -22,12 +22,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import shapes
 import torch
+from rounds import described
+from shapes import RANK, SIZES
 
 from qlora_rl.base.checkpoint import load_base, prepare_base
-from qlora_rl.bench import shapes
-from qlora_rl.bench.rounds import described
-from qlora_rl.bench.shapes import RANK, SIZES
 from qlora_rl.engine.local import LocalEngine, borrow_base
 from qlora_rl.sync.in_place import InPlaceTransport
 from qlora_rl.sync.strategies import AdapterSync

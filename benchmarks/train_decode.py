@@ -25,11 +25,11 @@ BATCH = 16
 def main() -> int:
     import torch
     from peft import LoraConfig, get_peft_model
+    from rounds import described
+    from shapes import Shape, make_model
 
     from qlora_rl import load_base, prepare_base
     from qlora_rl.base.quant import require_bitsandbytes
-    from qlora_rl.bench.rounds import described
-    from qlora_rl.bench.shapes import Shape, make_model
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)

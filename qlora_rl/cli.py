@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 
 from qlora_rl import __version__
 from qlora_rl.commands import (
-    bench,
     chat,
     data,
     demo,
@@ -35,7 +34,7 @@ from qlora_rl.errors import QloraRLError
 from qlora_rl.stages import shown
 
 COMMANDS = (
-    demo, train, data, prepare, plan, recommend, verify, serve, bench, judge, report, export, chat, evaluate, doctor,
+    demo, train, data, prepare, plan, recommend, verify, serve, judge, report, export, chat, evaluate, doctor,
 )  # fmt: skip
 
 

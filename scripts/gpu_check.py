@@ -167,7 +167,7 @@ def plan(tests: Path = ROOT / "tests", device: str = "cuda") -> list[Piece]:
         name = f"bench-{what}-{size}"
         if not on_card:
             size, options = "demo", ("--minutes", "0.1", "--steps", "2", "--rounds", "1", "--batch", "4")
-        return Piece(name, ours("bench", what, "--size", size, *options, *written))
+        return Piece(name, ("{python}", "benchmarks/bench.py", what, "--size", size, *options, *written))
 
     def memory() -> Piece:
         lengths = ("4096", "16384", "32768", "65536") if on_card else ("64", "128")

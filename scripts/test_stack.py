@@ -108,8 +108,9 @@ def main() -> int:
     arguments.add_argument("--only", nargs="*", default=[])
     arguments.add_argument("--workers", type=int, default=2, help="0: all tests in one process")
     asked = arguments.parse_args()
-    sys.path.insert(0, str(ROOT))
-    from qlora_rl.bench.rounds import described
+    sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+    from rounds import described
+
     from qlora_rl.engine.compat import vllm_version
 
     chosen = [name for name in (*GROUPS, DEMO) if not asked.only or any(word in name for word in asked.only)]

@@ -93,7 +93,10 @@ FULL_MATRIX = [
 @functools.cache
 def program(path: str) -> Any:
     """A program of the repository as a module, such as "benchmarks/live_memory.py"."""
-    spec = importlib.util.spec_from_file_location(Path(path).stem, Path(__file__).parents[1] / path)
+    file = Path(__file__).parents[1] / path
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))  # for what it imports of those beside it
+    spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

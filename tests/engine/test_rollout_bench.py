@@ -2,8 +2,10 @@
 
 import json
 
-from qlora_rl.bench.rollout import bench_rollout
-from qlora_rl.bench.rounds import add_to
+from support import program
+
+bench_rollout = program("benchmarks/rollout.py").bench_rollout
+add_to = program("benchmarks/rounds.py").add_to
 
 
 def test_a_rollout_is_measured_on_both_sides(tmp_path):

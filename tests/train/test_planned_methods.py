@@ -21,10 +21,11 @@ from qlora_rl import (
     prepare_base,
 )
 from qlora_rl.base.experts import ATTENTION
-from qlora_rl.bench.shapes import Shape, make_model
 from qlora_rl.memory.shape import read_config
 
 Live = program("benchmarks/live_memory.py").Live
+shapes = program("benchmarks/shapes.py")
+Shape, make_model = shapes.Shape, shapes.make_model
 
 TOKENS = 640
 

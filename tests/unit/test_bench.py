@@ -1,18 +1,13 @@
 """What a benchmark makes of its rounds."""
 
-import importlib.util
 import json
 import time
-from pathlib import Path
 
-from qlora_rl.bench.rounds import LEAST_ROUNDS, add_to, compare, in_turns
-from qlora_rl.bench.step import typical
+from support import program
 
-SPEC = importlib.util.spec_from_file_location(
-    "profile_step", Path(__file__).resolve().parents[2] / "benchmarks" / "profile_step.py"
-)
-profile_step = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(profile_step)
+rounds, profile_step = program("benchmarks/rounds.py"), program("benchmarks/profile_step.py")
+LEAST_ROUNDS, add_to, compare, in_turns = rounds.LEAST_ROUNDS, rounds.add_to, rounds.compare, rounds.in_turns
+typical = program("benchmarks/step.py").typical
 
 
 def test_sides_take_turns_and_the_first_round_is_not_counted():

@@ -730,7 +730,9 @@ def test_eight_bits_are_close_and_four_need_llama_cpp(bpe_run, tmp_path, monkeyp
 
 def test_what_is_no_number_is_beyond_the_limit(bpe_run, tmp_path, monkeypatch):
     pytest.importorskip("gguf")
-    monkeypatch.setattr(check.Witness, "distance", lambda *_, **__: Distance(float("nan"), float("nan"), 0.0, 1))
+    monkeypatch.setattr(
+        "qlora_rl.export.check.Witness.distance", lambda *_, **__: Distance(float("nan"), float("nan"), 0.0, 1)
+    )
     with pytest.raises(ExportError, match="above the limit"):
         export(bpe_run, "gguf", out=tmp_path / "a", dtype="q8_0")
     assert list(tmp_path.iterdir()) == []

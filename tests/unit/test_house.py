@@ -19,13 +19,13 @@ LAYERS = {
     "adapter": 2, "data": 2, "memory": 2,
     "engine": 3, "sync": 3,
     "train": 4, "torchrl": 4,
-    "advice": 5, "bench": 5, "config": 5, "demo": 5, "doctor": 5, "report": 5, "inference": 5, "export": 5,
+    "advice": 5, "config": 5, "demo": 5, "doctor": 5, "report": 5, "inference": 5, "export": 5,
     "commands": 6, "cli": 6, "__main__": 6,
 }  # fmt: skip
 # Which package may import which outside library (at any depth of a function).
 OWNERS = {
     "bitsandbytes": {"base"},
-    "peft": {"adapter", "base", "bench", "demo"},
+    "peft": {"adapter", "base", "demo"},
     "vllm": {"engine"},
     "vllm_bnb_plugin": {"engine"},
     "trl": {"train", "demo"},
@@ -50,7 +50,7 @@ ORDER = {
     "engine": ["", "linears", "worker", "local", "fleet", "client", "server"],
     "train": ["ranks", "scoring", "setup", "run", "rollouts", "metrics", ""],
 }
-# Of these, other packages import what their `__init__` hands on; but for what measures them.
+# Of these, other packages import what their `__init__` hands on.
 HANDED_ON = {"local", "fleet", "client", "server", "run"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 PACKAGES = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in FILES}
@@ -139,7 +139,7 @@ def test_packages_import_from_a_subpackage_what_it_hands_on():
     for name, found in IMPORTED.items():
         for other in found:
             parts = other.split(".")
-            if len(parts) > 3 and parts[2] in HANDED_ON and name.split(".")[1] not in (parts[1], "bench"):
+            if len(parts) > 3 and parts[2] in HANDED_ON and name.split(".")[1] != parts[1]:
                 assert other in ("qlora_rl.train.run.progress",), (
                     f"{name} imports {other}: take it from {'.'.join(parts[:3])}"
                 )

@@ -5,9 +5,10 @@ import torch
 from support import program
 
 from qlora_rl.base.checkpoint import prepare_base
-from qlora_rl.bench.shapes import Shape, make_model
 
 live_memory = program("benchmarks/live_memory.py")
+shapes = program("benchmarks/shapes.py")
+Shape, make_model = shapes.Shape, shapes.make_model
 Live, Step, line_of = live_memory.Live, live_memory.Step, live_memory.line_of
 
 LINES = (

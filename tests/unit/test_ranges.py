@@ -19,7 +19,7 @@ from qlora_rl.cli import main
         ("recommend M --gpu-memory 0", "argument --gpu-memory: '0' is not a size such as 24 or '24GB'"),
         ("recommend M --max-length 0", "argument --max-length: 0 is not at least 1"),
         ("serve B --gpu-memory-utilization 1.5", "argument --gpu-memory-utilization: 1.5 is not at most 1"),
-        ("bench step --steps 0", "argument --steps: 0 is not at least 1"),
+        ("demo --steps 0", "argument --steps: 0 is not at least 1"),
         ("demo --temperature 0", "argument --temperature: 0 is not above 0"),
     ],
 )

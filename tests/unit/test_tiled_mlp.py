@@ -15,13 +15,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from qlora_rl.adapter.inspected import shorten_lora
 from qlora_rl.base.checkpoint import prepare_base
-from qlora_rl.bench.shapes import Shape, make_model
 from qlora_rl.cpu_features import processor
 from qlora_rl.memory.lines import MLP_LINEARS
 from qlora_rl.train.setup.linears import Coded, apply_linears, has_kernel
 from qlora_rl.train.setup.tiled_mlp import _Tiled, tile_layers
 
 Step = program("benchmarks/live_memory.py").Step
+shapes = program("benchmarks/shapes.py")
+Shape, make_model = shapes.Shape, shapes.make_model
 
 B, T, LAYERS = 2, 50, 2
 

@@ -1,23 +1,25 @@
-"""`qlora-rl bench`: what it costs here."""
+"""Speed of rollouts and steps on this machine, compared with vLLM or TRL.
+
+python benchmarks/bench.py rollout --size 0.4b [--json rollout.json]
+python benchmarks/bench.py step --size 0.1b [--json step.json]
+"""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
-from qlora_rl.commands.codes import COUNT, POSITIVE, UsageError
+from qlora_rl.commands.codes import COUNT, POSITIVE
 
 DEFAULT_MODES = ["nf4"]
-AGAINST = {"rollout": "stock", "step": "trl"}
 
 
-def add(commands: Any) -> None:
-    """The command's arguments."""
-    bench = commands.add_parser("bench", help="measure speed and memory on this machine, compared with vLLM or TRL")
+def main() -> int:
+    """Measure, print, write the JSON."""
+    bench = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     bench.add_argument(
         "what",
-        choices=list(AGAINST),
+        choices=["rollout", "step"],
         help="tokens per second with an adapter; seconds and peak memory of a training step",
     )
     bench.add_argument(
@@ -25,11 +27,6 @@ def add(commands: Any) -> None:
         choices=["demo", "0.1b", "0.4b", "8b"],
         default="demo",
         help="of a random model; 8b is that of Llama 3.1 8B, for a GPU (default: %(default)s)",
-    )
-    bench.add_argument(
-        "--against",
-        choices=["stock", "trl"],
-        help="stock: vLLM, its plugin, its own way with LoRA (rollout); trl: its trainer (step)",
     )
     bench.add_argument(
         "--batch",
@@ -63,29 +60,20 @@ def add(commands: Any) -> None:
         "--rounds", type=COUNT, default=2, metavar="N", help="trainings of each side (default: %(default)s)"
     )
     bench.add_argument("--json", type=Path, metavar="FILE", help="add the numbers to this file")
-    bench.set_defaults(run=run)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Measure, print, write the JSON."""
+    arguments = bench.parse_args()
     from qlora_rl.demo.job import quieten
 
     quieten()
-    from qlora_rl.bench.rounds import add_to
+    from rounds import add_to
 
-    other = AGAINST[arguments.what]
-    if arguments.against not in (None, other):
-        raise UsageError(
-            f"measuring: bench {arguments.what} has no --against {arguments.against}. Use --against {other}."
-        )
     if arguments.what == "step":
-        from qlora_rl.bench.step import bench_step, table
+        from step import bench_step, table
 
         options = {} if arguments.mode == DEFAULT_MODES else {"base_compute": arguments.mode[0]}
         results = bench_step(arguments.size, steps=arguments.steps, rounds=arguments.rounds, options=options)
         print(table(results))
     else:
-        from qlora_rl.bench.rollout import bench_rollout
+        from rollout import bench_rollout
 
         results = bench_rollout(
             arguments.size,
@@ -97,3 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         add_to(arguments.json, results)
     return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

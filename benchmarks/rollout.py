@@ -9,11 +9,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from qlora_rl.bench.rounds import compare, described, in_turns
-from qlora_rl.bench.shapes import RANK, SIZES, make_adapter, make_bases
+from rounds import compare, described, in_turns
+from shapes import RANK, SIZES, make_adapter, make_bases
+from vanilla_vllm import VanillaEngine
+
 from qlora_rl.contracts import SamplingSpec
 from qlora_rl.engine.local import LocalEngine
-from qlora_rl.engine.vanilla_vllm import VanillaEngine
 
 PROMPT, POSITIONS = 8, 128
 

@@ -6,7 +6,7 @@ CPU TRL has eager attention, the faster one of its two in the demo. Ours runs wi
 push, the distance of both sides at each step. TRL has none of them, and what it pushes is wrong (docs/comparison.md);
 here only its time and its memory are measured.
 
-    python -m qlora_rl.bench.step SIDE SIZE BASE STEPS OPTIONS     one process: prints its numbers as JSON
+    python benchmarks/step.py SIDE SIZE BASE STEPS OPTIONS     one process: prints its numbers as JSON
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qlora_rl.bench.rounds import compare, described
-from qlora_rl.bench.shapes import SIZES, make_model
+from rounds import compare, described
+from shapes import SIZES, make_model
+
 from qlora_rl.errors import EngineUnsupportedError
 
 SIDES = ("ours", "trl")
@@ -144,7 +145,7 @@ def _make_base(size: str, work: Path) -> Path:
 
 def _child(side: str, size: str, base: Path, steps: int, options: Mapping[str, Any]) -> dict[str, Any]:
     arguments = [side, size, str(base), str(steps), json.dumps(options)]
-    command = [sys.executable, "-m", "qlora_rl.bench.step", *arguments]
+    command = [sys.executable, __file__, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ)
     if done.returncode:
         raise EngineUnsupportedError(f"measuring a step of {side}, size {size}: it failed.\n{done.stderr[-3000:]}")

@@ -1,1 +1,0 @@
-"""What things cost here, against others, both sides in one run."""
