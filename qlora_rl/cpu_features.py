@@ -8,10 +8,9 @@ round once (`qlora_rl.cpu_matmul`), which is also what the bf16 instructions do.
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,8 +19,6 @@ from qlora_rl.errors import ConfigConflictError
 
 if TYPE_CHECKING:
     import torch
-
-logger = logging.getLogger(__name__)
 
 SETTING = "QLORA_RL_CPU_PRODUCTS"
 CHOICES = ("auto", "native", "float32")
@@ -33,9 +30,6 @@ _ARM_NAME = ("CPU implementer", "CPU part", "CPU variant")
 _IDENTITY = ("cpu family", "model", "stepping", *_ARM_NAME, "CPU revision")
 # Read by oneDNN, and by torch's layer above it, with the first product of a process.
 _CAPACITIES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "64"}
-# Read by OpenMP with torch's import: how threads wait for one another. Of a load of so much a core some is of others.
-_WAITING, _CROWDED = "OMP_WAIT_POLICY", 1.5
-_said: list[str] = []  # once in a process
 
 
 @dataclass(frozen=True)
@@ -102,35 +96,6 @@ class Processor:
         import torch
 
         return _name(self.multiplies_in(torch.bfloat16))
-
-
-def crowd_advice(load: float, cores: int, environment: Mapping[str, str]) -> str:
-    """What to do where other programs compute on the same cores, in a sentence; empty where they do not.
-
-    Args:
-        load: mean number of threads that compute or wait for a core, of this process too.
-        cores: that this process may use.
-        environment: of this process.
-    """
-    if environment.get(_WAITING) or load <= _CROWDED * cores:
-        return ""
-    return (
-        f"other programs use these cores (load {load:.0f} on {cores} core{'s' if cores > 1 else ''}), and threads wait "
-        f"for one another by computing: {_WAITING}=passive in front of the command makes it much faster then"
-    )
-
-
-def warn_of_crowd() -> None:
-    """Say `crowd_advice` of this machine, once; called where something long begins on the CPU."""
-    try:
-        load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
-    except (OSError, AttributeError):
-        return
-    if cores < (os.cpu_count() or 1):  # the load is that of the whole machine, and others may have other cores
-        return
-    if not _said and (advice := crowd_advice(load, cores, os.environ)):
-        _said.append(advice)
-        logger.warning("%s", advice)
 
 
 def processor() -> Processor:

@@ -42,12 +42,6 @@ def token_ids(prompt: Prompt) -> list[int]:
     return list(prompt.ids if isinstance(prompt, ImagePrompt) else prompt)
 
 
-def followed_by(prompt: Prompt, completion: Sequence[int]) -> Prompt:
-    """A prompt and its completion as one, to be scored."""
-    ids = [*token_ids(prompt), *completion]
-    return replace(prompt, ids=ids) if isinstance(prompt, ImagePrompt) else ids
-
-
 def as_prompts(rows: Sequence[Prompt]) -> list[Prompt]:
     """Prompts with plain integers as ids.
 

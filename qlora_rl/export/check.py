@@ -17,7 +17,6 @@ from transformers import GenerationConfig
 
 from qlora_rl.adapter.inspected import bare_model
 from qlora_rl.config.schema import Data
-from qlora_rl.cpu_features import warn_of_crowd
 from qlora_rl.engine.images import token_ids
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.image_io import without_images
@@ -87,8 +86,6 @@ class Witness:
         seed: int = 0,
         ends: Iterable[int] = (),
     ):
-        if next(policy.parameters()).device.type == "cpu":
-            warn_of_crowd()
         self._cases = _sampled(policy, prompts, tokens, autocast, seed, {*ends})
         with precision(policy, autocast):
             self._logprobs_NV = list(_logprobs(policy, self._cases))

@@ -22,7 +22,6 @@ from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.base.model_classes import load_processor
 from qlora_rl.base.unsupported_configs import engine_positions
 from qlora_rl.contracts import SamplingSpec
-from qlora_rl.cpu_features import warn_of_crowd
 from qlora_rl.data.files import DATA_FILES
 from qlora_rl.data.load import read_file
 from qlora_rl.engine.images import token_ids
@@ -309,15 +308,12 @@ def asking(
         template: further arguments of the chat template.
         options: of `LocalEngine`.
     """
-    import torch
     from transformers import AutoConfig
 
     from qlora_rl.engine.local import LocalEngine
     from qlora_rl.inference.prompts import encode
     from qlora_rl.train.metrics.rewards import guard
 
-    if not torch.cuda.is_available():
-        warn_of_crowd()
     tokenizer = load_processor(base.path)
     ids = [encode(tokenizer, _with_images(row), **template) for row in rows]
     lengths = [len(token_ids(each)) for each in ids]

@@ -14,7 +14,7 @@ from trl import GRPOConfig
 from vision import make_vision_model, picture
 
 from qlora_rl import QLoRAGRPOTrainer, prepare_base
-from qlora_rl.engine.images import ImagePrompt, followed_by, token_ids
+from qlora_rl.engine.images import ImagePrompt, token_ids
 
 pytest.importorskip("torchvision", reason="set-up installs it where the package index has it")
 MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
@@ -80,7 +80,10 @@ def calling(engine, tokenizer, name, seen):
             is_answered = answered in token_ids(prompt)
             seen.add((is_answered, len(prompt.images) if isinstance(prompt, ImagePrompt) else 0))
             if number % 2 == 0 and not is_answered:
-                scored = engine.score([followed_by(prompt, call)])[0]
+                whole = [*token_ids(prompt), *call]
+                if isinstance(prompt, ImagePrompt):
+                    whole = dataclasses.replace(prompt, ids=whole)
+                scored = engine.score([whole])[0]
                 ids[number], logprobs[number] = list(call), scored[-len(call) :]
         return dataclasses.replace(rollout, completion_ids=ids, logprobs=logprobs)
 

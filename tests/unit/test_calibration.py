@@ -17,7 +17,7 @@ from qlora_rl import ConfigConflictError, QuantSpec, load_base, prepare_base, re
 from qlora_rl.base import checkpoint
 from qlora_rl.base.calibration import blocks
 from qlora_rl.base.calibration.blocks import chooser, quantise_by_blocks
-from qlora_rl.base.calibration.codes import choose_codes, weighted_error
+from qlora_rl.base.calibration.codes import choose_codes
 from qlora_rl.base.calibration.text import digest_rows, shipped_text, token_sequences
 from qlora_rl.base.checkpoint import MANIFEST, measure_quantisation, open_base
 from qlora_rl.base.quant import exact_absmax, quantize_linear
@@ -55,6 +55,12 @@ def dequantised_by_bitsandbytes(tensors):
         quant_type=state.quant_type, dtype=torch.float32,
     )  # fmt: skip
     return functional.dequantize_4bit(tensors["weight"], plain)
+
+
+def weighted_error(weight_OI, quantised_OI, moments_II):
+    """trace((W - Q) H (W - Q)^T)."""
+    difference = weight_OI.float() - quantised_OI
+    return float((difference @ moments_II * difference).sum(dtype=torch.float64))
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.label)

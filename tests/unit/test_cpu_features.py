@@ -13,15 +13,13 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from qlora_rl import cpu_features, cpu_matmul
+from qlora_rl import cpu_matmul
 from qlora_rl.cpu_features import (
     SETTING,
     Processor,
-    crowd_advice,
     keep_few_kernels,
     processor,
     tell_compiled_code_apart,
-    warn_of_crowd,
 )
 from qlora_rl.cpu_matmul import Float32Products, are_replaced, lifted_rows, torchs_own
 from qlora_rl.errors import ConfigConflictError
@@ -525,30 +523,3 @@ def test_few_kernels_are_kept_where_torch_multiplies_16_bits(monkeypatch, settin
     keep_few_kernels()
     assert os.environ.pop(KEPT[0]) == "7"
     os.environ.pop(KEPT[1], None)
-
-
-@pytest.mark.parametrize(
-    ("load", "cores", "environment", "is_said"),
-    [
-        (20.0, 2, {}, True),
-        (3.1, 2, {}, True),
-        (3.0, 2, {}, False),
-        (20.0, 16, {}, False),
-        (20.0, 2, {"OMP_WAIT_POLICY": "passive"}, False),
-    ],
-)
-def test_a_load_of_others_is_told_with_what_helps(load, cores, environment, is_said):
-    said = crowd_advice(load, cores, environment)
-    assert bool(said) == is_said
-    if is_said:
-        assert f"load {load:.0f} on {cores} cores" in said
-        assert "OMP_WAIT_POLICY=passive in front of the command" in said
-
-
-def test_a_load_of_others_is_told_once(monkeypatch, caplog):
-    monkeypatch.setattr(cpu_features, "_said", [])
-    monkeypatch.setattr("os.getloadavg", lambda: (1e4, 0.0, 0.0))
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    for _ in range(2):
-        warn_of_crowd()
-    assert [r.levelname for r in caplog.records if "other programs use these cores" in r.getMessage()] == ["WARNING"]

@@ -32,7 +32,7 @@ from qlora_rl.base.checkpoint import open_base
 from qlora_rl.base.fingerprint import fingerprint_stored, linear_names, recorded_fingerprint
 from qlora_rl.base.model_classes import check_vision_type, vision_parts
 from qlora_rl.contracts import EngineCapabilities
-from qlora_rl.engine.images import ImagePrompt, _find, followed_by, token_ids
+from qlora_rl.engine.images import ImagePrompt, _find, token_ids
 from qlora_rl.memory.shape import skeleton
 from qlora_rl.sync.plan import plan_sync
 
@@ -252,10 +252,7 @@ def test_memory_is_not_planned_for_a_type_that_is_not_supported():
         skeleton(AutoConfig.for_model("llava"))
 
 
-def test_a_prompt_keeps_its_images_when_its_completion_is_appended():
-    prompt = ImagePrompt([1, 2], ("image",))
-    assert token_ids(prompt) == [1, 2]
-    assert followed_by(prompt, [3]) == ImagePrompt([1, 2, 3], ("image",))
-    assert followed_by([1], [3]) == [1, 3]
+def test_the_places_of_an_image_are_found_among_the_ids():
+    assert token_ids(ImagePrompt([1, 2], ("image",))) == [1, 2]
     assert _find([5, 5], [1, 5, 5, 5], 2) == 2
     assert _find([5, 6], [1, 5, 5, 5], 0) == -1

@@ -77,12 +77,6 @@ def _order(diagonal_I: torch.Tensor, blocksize: int) -> torch.Tensor:
     return (first[:, None] * blocksize + within).flatten()
 
 
-def weighted_error(weight_OI: torch.Tensor, quantised_OI: torch.Tensor, moments_II: torch.Tensor) -> float:
-    """trace((W - Q) H (W - Q)^T)."""
-    difference = weight_OI.float() - quantised_OI
-    return float((difference @ moments_II * difference).sum(dtype=torch.float64))
-
-
 def _factor(moments_II: torch.Tensor) -> torch.Tensor:
     """Upper Cholesky factor of the inverse of H, which is written to: several of its size are what a block takes most
     memory for.

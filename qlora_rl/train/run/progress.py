@@ -17,7 +17,6 @@ from tqdm.auto import tqdm
 from transformers import ProgressCallback
 from transformers.utils.import_utils import is_in_notebook
 
-from qlora_rl.cpu_features import warn_of_crowd
 from qlora_rl.stages import LIVE_S, Beat, begin, count, counted, ended, is_live, shown_to_scripts
 
 # What is shown of a log, where it is there: its name in the log, and how.
@@ -53,7 +52,6 @@ class Progress(ProgressCallback):
         self._stream = stream
         self._begun_at = self._started = self._said = 0.0
         self._said_step, self._latest, self._parts = -1, "", 0
-        self._on_cpu = False
         self._ends: deque[float] = deque(maxlen=_LAST + 1)
         self._beat: Beat | None = None
 
@@ -76,8 +74,6 @@ class Progress(ProgressCallback):
         self.close()
         if state.is_world_process_zero:
             begin("")
-            self._on_cpu = getattr(getattr(args, "device", None), "type", "") == "cpu"
-            self._look_around()
             self._beat = Beat(LIVE_S if self.is_live else BEAT_S, lambda _: self._show_life(state))
         if state.is_world_process_zero and self.is_live:
             self.training_bar = tqdm(
@@ -147,12 +143,6 @@ class Progress(ProgressCallback):
                 f"{self.label}: step {state.global_step + 1}/{state.max_steps} has taken "
                 f"{now - self._ends[-1]:.0f} s so far{part}"
             )
-        if now - self._ends[-1] >= BEAT_S:
-            self._look_around()
-
-    def _look_around(self) -> None:
-        if self._on_cpu:
-            warn_of_crowd()
 
     def _say_step(self, state: Any) -> None:
         self._said, self._said_step = time.monotonic(), state.global_step
