@@ -24,16 +24,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from qlora_rl.base.attention.choice import attention_for
-from qlora_rl.base.calibration.blocks import Measured, quantise_by_blocks
-from qlora_rl.base.calibration.float16_range import check_float16
-from qlora_rl.base.calibration.job import Calibration
-from qlora_rl.base.calibration.text import Row, shipped_text, token_sequences
+from qlora_rl.base.calibrated import Calibration, measure_stored
 from qlora_rl.base.experts import experts_as_linears
 from qlora_rl.base.fingerprint import base_parameters, fingerprint_stored, identify
 from qlora_rl.base.hub import hub_reachable, in_short, missing_path, why_missing
 from qlora_rl.base.model_classes import auto_class, check_vision_type
-from qlora_rl.base.quant import QuantSpec, keep_packing, spec_of
-from qlora_rl.base.reader import StoredTensors
+from qlora_rl.base.quant import Measured, QuantSpec, keep_packing, spec_of
 from qlora_rl.base.source_digest import (
     digest_directory,
     digest_file,
@@ -51,6 +47,8 @@ from qlora_rl.stages import begin, ended, remark
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from qlora_rl.base.calibration.text import Row
 
 logger = logging.getLogger(__name__)
 
@@ -198,8 +196,7 @@ def prepare_base(
         def read() -> Any:
             return read_tokenizer(tokenizer, source, trust_remote_code)
 
-        if written.compute_dtype == "float16":
-            check_float16(loaded, read, is_quantized=method is not None)
+        choice.check_range(loaded, read, written.compute_dtype, is_quantized=method is not None)
         choose = choice.by(read)
         write_checkpoint(loaded, written, directory, is_quantized=method is not None, choose=choose)
         write_tokenizer(tokenizer, source, directory, trust_remote_code, rows=embedding_rows(loaded))
@@ -211,9 +208,7 @@ def prepare_base(
     made = _publish(name, choice.label(spec), inputs, out, write, source=os.fspath(model), choice=choice)
     if method is not None:
         return made
-    return _measured_since(
-        made, choice, lambda: _measure(made, _load_source(source, trust_remote_code), None, trust_remote_code)
-    )
+    return _measured_since(made, choice, lambda: _load_source(source, trust_remote_code), trust_remote_code)
 
 
 @ended()
@@ -238,29 +233,20 @@ def measure_quantisation(
     prepared = open_base(base)
     directory = _local_directory(os.fspath(source), revision)
     begin(f"measuring how far {base} is from {source}")
-    return _measure(prepared, _load_source(directory, trust_remote_code), text, trust_remote_code)
+    source_model = _load_source(directory, trust_remote_code)
+    return measure_stored(prepared.path, prepared.spec, source_model, text, trust_remote_code)
 
 
-def _measure(base: PreparedBase, model: Any, text: Sequence[Row] | None, trust_remote_code: bool) -> Measured:
-    stored, tokenizer = StoredTensors(base.path), read_tokenizer(None, base.path, trust_remote_code)
-
-    def decoded(names: Sequence[str], _: Any) -> dict[str, torch.Tensor]:
-        return {name: each.dequantised() for name in names if (each := stored.read_4bit(name)) is not None}
-
-    coded = [name for name in stored if f"{name}.absmax" in stored]
-    ids = token_sequences(shipped_text(held_out=True) if text is None else text, tokenizer, model)
-    found = quantise_by_blocks(model, base.spec, coded, decoded, held_out=ids)
-    assert found is not None
-    return found
-
-
-def _measured_since(made: PreparedBase, choice: Calibration, measure: Callable[[], Measured]) -> PreparedBase:
+def _measured_since(
+    made: PreparedBase, choice: Calibration, source: Callable[[], Any], trust_remote_code: bool
+) -> PreparedBase:
     """A base that was there before is measured now, where that is asked for, and its manifest says so."""
     if made.measured is not None or not choice.is_due:
         return made
 
     def measured() -> Measured:
-        found, file = measure(), made.path / MANIFEST
+        found = measure_stored(made.path, made.spec, source(), None, trust_remote_code)
+        file = made.path / MANIFEST
         with contextlib.suppress(OSError):  # somebody else's base: this call knows it all the same
             replace_file(file, json.dumps(read_object(file) | {"measured": found.as_dict()}, indent=1).encode())
         return found
@@ -326,8 +312,7 @@ def _prepare_object(
         def read() -> Any:
             return read_tokenizer(tokenizer, Path(origin), trust_remote_code=False)
 
-        if written.compute_dtype == "float16":
-            check_float16(base, read, is_quantized=live.is_4bit)
+        choice.check_range(base, read, written.compute_dtype, is_quantized=live.is_4bit)
         choose = choice.by(read)
         write_checkpoint(base, written, directory, is_quantized=live.is_4bit, choose=choose)
         write_tokenizer(tokenizer, Path(origin), directory, trust_remote_code=False, rows=embedding_rows(base))
@@ -335,7 +320,7 @@ def _prepare_object(
 
     name, label = Path(origin).name, choice.label(written)
     made = _publish(name, label, inputs, out, write, source=f"model object ({origin})", choice=choice)
-    return made if live.is_4bit else _measured_since(made, choice, lambda: _measure(made, base, None, False))
+    return made if live.is_4bit else _measured_since(made, choice, lambda: base, trust_remote_code=False)
 
 
 def open_base(path: str | os.PathLike[str], *, verify: bool = True) -> PreparedBase:

@@ -26,6 +26,33 @@ _MORE = ("quantize_experts", "quantize_tower")
 
 
 @dataclass(frozen=True)
+class Measured:
+    """How far a base is from its source, on text; both computed in float32.
+
+    Attributes:
+        kl: of the source's next token to the base's, in nats, the mean over tokens.
+        perplexity_source: of the text by the source.
+        perplexity_base: of the text by the base.
+        tokens: that were looked at.
+    """
+
+    kl: float
+    perplexity_source: float
+    perplexity_base: float
+    tokens: int
+
+    def __str__(self) -> str:
+        return (
+            f"KL to its source {self.kl:.4f} nats a token, perplexity {self.perplexity_base:.2f} (source "
+            f"{self.perplexity_source:.2f}), on {self.tokens} tokens"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields, for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
 class QuantSpec:
     """How a base is held.
 

@@ -12,7 +12,6 @@ import functools
 import logging
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ import torch
 from qlora_rl.base.attention.choice import attention_for
 from qlora_rl.base.calibration.codes import choose_codes
 from qlora_rl.base.experts import LinearExperts, Names, naming_of
-from qlora_rl.base.quant import QuantSpec
+from qlora_rl.base.quant import Measured, QuantSpec
 from qlora_rl.base.reader import read_4bit
 from qlora_rl.errors import UnsupportedQuantError
 from qlora_rl.locks import replace_file
@@ -32,33 +31,6 @@ logger = logging.getLogger(__name__)
 # (names of weights with one input x; the sum of x x^T, or `None` where none was seen) to the float32 weights that are
 # computed with from then on.
 Quantise = Callable[[Sequence[str], torch.Tensor | None], Mapping[str, torch.Tensor]]
-
-
-@dataclass(frozen=True)
-class Measured:
-    """How far a base is from its source, on text; both computed in float32.
-
-    Attributes:
-        kl: of the source's next token to the base's, in nats, the mean over tokens.
-        perplexity_source: of the text by the source.
-        perplexity_base: of the text by the base.
-        tokens: that were looked at.
-    """
-
-    kl: float
-    perplexity_source: float
-    perplexity_base: float
-    tokens: int
-
-    def __str__(self) -> str:
-        return (
-            f"KL to its source {self.kl:.4f} nats a token, perplexity {self.perplexity_base:.2f} (source "
-            f"{self.perplexity_source:.2f}), on {self.tokens} tokens"
-        )
-
-    def as_dict(self) -> dict[str, Any]:
-        """The fields, for JSON."""
-        return asdict(self)
 
 
 @torch.no_grad()

@@ -1,19 +1,23 @@
-"""`Calibration`: what was asked for where a base is prepared, and what came of it."""
+"""`Calibration`: what was asked for where a base is prepared, and what came of it. What chooses codes and measures
+(`base/calibration`) is imported when it is asked for."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from qlora_rl.base.calibration.blocks import Measured, chooser, decoded, quantise_by_blocks
-from qlora_rl.base.calibration.text import Row, digest_rows, shipped_text, token_sequences
-from qlora_rl.base.quant import QuantSpec, quantize_linear
+from qlora_rl.base.quant import Measured, QuantSpec, quantize_linear
+from qlora_rl.base.reader import StoredTensors
+from qlora_rl.base.writer import read_tokenizer
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.stages import begin
+
+if TYPE_CHECKING:
+    from qlora_rl.base.calibration.text import Row
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +40,7 @@ class Calibration:
         self._is_done = False  # it has quantised, or has tried to measure
         self.keep: Path | None = None  # directory for what is quantised, from which an interrupted calibration goes on
         self.measured: Measured | None = None
-        self.digest = None if rows is None else digest_rows([*rows, _METHOD])
+        self.digest = None if rows is None else _text().digest_rows([*rows, _METHOD])
 
     @classmethod
     def of(cls, calibrate: bool | Sequence[Row], measure: bool | None, spec: QuantSpec) -> Calibration:
@@ -54,7 +58,7 @@ class Calibration:
                 f"preparing a base: quant='none' has no codes that calibrate could choose ({spec.compute_dtype}). "
                 "Leave calibrate out, or use quant='nf4'."
             )
-        rows = shipped_text() if calibrate is True else list(calibrate)
+        rows = _text().shipped_text() if calibrate is True else list(calibrate)
         return cls(rows, measure, spec)
 
     def label(self, spec: QuantSpec) -> str:
@@ -110,12 +114,14 @@ class Calibration:
         def choose(model: Any, weights: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
             if self._rows is None and not self._measures:
                 return {}
+            from qlora_rl.base.calibration.blocks import chooser, quantise_by_blocks
+
             self._is_done = True
             found: dict[str, dict[str, torch.Tensor]] = {}
             if self._rows is not None:
                 made = tokenizer()
                 held_out = self._held_out(made, model)
-                text = token_sequences(self._rows, made, model)
+                text = _text().token_sequences(self._rows, made, model)
                 again = ", going on where that was interrupted" if self.keep and self.keep.is_dir() else ""
                 begin(f"choosing its codes by {sum(map(len, text))} tokens of text{again}")
                 quantise = chooser(self._spec, weights, found, self.keep)
@@ -132,6 +138,14 @@ class Calibration:
 
         return choose
 
+    @staticmethod
+    def check_range(model: Any, tokenizer: Callable[[], Any], dtype: str, *, is_quantized: bool) -> None:
+        """`check_float16` of a model whose compute dtype that is."""
+        if dtype == "float16":
+            from qlora_rl.base.calibration.float16_range import check_float16
+
+            check_float16(model, tokenizer, is_quantized=is_quantized)
+
     def try_to_measure(self, measure: Callable[[], Measured | None]) -> None:
         """What fails in it is logged: the base is what was asked for."""
         self._is_done = True
@@ -142,10 +156,37 @@ class Calibration:
             logger.warning("how far the base is from its source was not measured (%s)", said)
 
     def _held_out(self, tokenizer: Any, model: Any) -> list[list[int]]:
-        return token_sequences(shipped_text(held_out=True), tokenizer, model) if self._measures else []
+        text = _text() if self._measures else None
+        return [] if text is None else text.token_sequences(text.shipped_text(held_out=True), tokenizer, model)
+
+
+def measure_stored(
+    path: Path, spec: QuantSpec, model: Any, text: Sequence[Row] | None, trust_remote_code: bool
+) -> Measured:
+    """How far the base in a directory is from the model that it was made from; see `measure_quantisation`."""
+    from qlora_rl.base.calibration.blocks import quantise_by_blocks
+
+    stored, tokenizer = StoredTensors(path), read_tokenizer(None, path, trust_remote_code)
+
+    def decoded(names: Sequence[str], _: Any) -> dict[str, torch.Tensor]:
+        return {name: each.dequantised() for name in names if (each := stored.read_4bit(name)) is not None}
+
+    coded = [name for name in stored if f"{name}.absmax" in stored]
+    rows = _text().shipped_text(held_out=True) if text is None else text
+    found = quantise_by_blocks(model, spec, coded, decoded, held_out=_text().token_sequences(rows, tokenizer, model))
+    assert found is not None
+    return found
+
+
+def _text() -> Any:
+    from qlora_rl.base.calibration import text
+
+    return text
 
 
 def _plainly(spec: QuantSpec, weights: Mapping[str, torch.Tensor], found: dict[str, dict[str, torch.Tensor]]) -> Any:
+    from qlora_rl.base.calibration.blocks import decoded
+
     def quantise(names: Sequence[str], _: Any) -> dict[str, torch.Tensor]:
         found.update({name: quantize_linear(weights[name], spec) for name in names})
         return decoded(names, found)
