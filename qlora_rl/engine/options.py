@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from qlora_rl.base.bake import bake_base
 from qlora_rl.base.checkpoint import PreparedBase, open_base
 from qlora_rl.base.experts import is_mixture
 from qlora_rl.base.fingerprint import linear_names
@@ -370,6 +369,8 @@ def _for_ranks(prepared: PreparedBase, ranks: int, vllm_options: Mapping[str, An
         )
     if not prepared.spec.is_4bit:
         return prepared
+    from qlora_rl.base.bake import bake_base
+
     baked = bake_base(prepared)
     logger.info(
         "tensor_parallel_size=%d: vLLM cannot cut 4-bit weights, so its ranks load what the codes of %s stand for, in "

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, RewardFunctionError
-from qlora_rl.rewards.judging.modes import objects_needed
 from qlora_rl.rewards.match import references, text_of
 
 logger = logging.getLogger(__name__)
@@ -158,6 +157,8 @@ def _tests_of(value: Any, column: str) -> _Tests:
 
 
 def _needs_objects(tests: _Tests) -> bool:
+    from qlora_rl.rewards.judging.modes import objects_needed
+
     return isinstance(tests, str) and objects_needed(tests) is not None
 
 

@@ -11,8 +11,9 @@ B completions, T tokens (padded).
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ import torch
 from qlora_rl.base.model_classes import has_dropout
 from qlora_rl.fidelity import importance_ratio
 from qlora_rl.train.metrics.measure import sampled_mask
-from qlora_rl.train.ranks.zero import before_step
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class SingleForward:
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's; after the backward pass of a batch's last part, what the trainer thinks of the whole batch is
         measured."""
-        with before_step(self.accelerator, self._look_at_parts):
+        with _before_step(self.accelerator, self._look_at_parts):
             return super().training_step(*args, **kwargs)
 
     def _look_at_parts(self) -> None:
@@ -154,3 +154,28 @@ class SingleForward:
         }
         for name, value in logged.items():
             self._metrics["train"][name].append(value.item())
+
+
+@contextlib.contextmanager
+def _before_step(accelerator: Any, look: Callable[[], None]) -> Iterator[None]:
+    """Call `look` when the backward pass in this block is over and no optimizer has stepped.
+
+    By accelerate's `backward` DeepSpeed does both; any other way to spread a trainer leaves the step to transformers.
+    """
+    wrapped = getattr(accelerator, "deepspeed_engine_wrapped", None)
+    if wrapped is None:
+        yield
+        look()
+        return
+    engine = wrapped.engine
+    step = engine.step
+
+    def step_after(*args: Any, **kwargs: Any) -> Any:
+        look()
+        return step(*args, **kwargs)
+
+    engine.step = step_after
+    try:
+        yield
+    finally:
+        del engine.step  # the method is there again

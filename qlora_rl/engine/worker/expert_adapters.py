@@ -84,8 +84,8 @@ class ExpertMatrix:
         return None if held is None else (held[1][:, self._expert].unsqueeze(1),)
 
     @property
-    def sizes(self) -> tuple[int, int]:
-        """I and O."""
+    def expert_sizes(self) -> tuple[int, int]:
+        """I and O; the extension knows these matrices by it."""
         return self._adapters.sizes
 
     def set_lora(self, index: int, lora_a: torch.Tensor, lora_b: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,13 +24,13 @@ from qlora_rl.contracts import BaseFingerprint, Leaf, lora_name
 from qlora_rl.cpu_matmul import Float32Products
 from qlora_rl.engine.linears.base_compute import install, packs_away
 from qlora_rl.engine.linears.linear import is_left_out
-from qlora_rl.engine.staging import read_parts
-from qlora_rl.engine.worker.expert_adapters import ExpertMatrix
 from qlora_rl.engine.worker.parallel import adapted_layers, held_pieces, held_shards
-from qlora_rl.engine.worker.received_weights import ReceivedWeights
 from qlora_rl.engine.worker.reload import reload_dense
 from qlora_rl.engine.worker.weight_names import parts, quantised, shard_names, unquantised
 from qlora_rl.errors import QloraRLError, SyncError
+
+if TYPE_CHECKING:
+    from qlora_rl.engine.worker.received_weights import ReceivedWeights
 
 
 @dataclass(frozen=True)
@@ -175,11 +175,15 @@ class BaseExtension:
 
     def qlora_load_parts(self, files: list[str]) -> list[str]:
         """`qlora_load_dense` with what is in safetensors files of a `Stage`."""
+        from qlora_rl.engine.staging import read_parts
+
         return self.qlora_load_dense(read_parts(files))
 
     def qlora_begin_carried(self, push: str, told: Mapping[str, Any], wanted: Mapping[str, Sequence[Any]]) -> str:
         """Open this end of a way of `weight_channels`; what an earlier push has left is thrown away. Empty, or why it
         cannot."""
+        from qlora_rl.engine.worker.received_weights import ReceivedWeights
+
         if (earlier := getattr(self, "qlora_carried", None)) is not None:
             earlier.close()
         try:
@@ -281,7 +285,7 @@ class BaseExtension:
         return {
             name: [layer.lora_a_stacked[i].shape[-1], layer.lora_b_stacked[i].shape[-2]]
             for name, layer, _, i in self._qlora_adapted()
-        } | {name: list(layer.sizes) for name, layer in modules.items() if isinstance(layer, ExpertMatrix)}
+        } | {name: list(layer.expert_sizes) for name, layer in modules.items() if hasattr(layer, "expert_sizes")}
 
     def qlora_unreached_modules(self, adapter_id: int) -> list[str]:
         """Modules of a loaded adapter that no layer multiplies with.

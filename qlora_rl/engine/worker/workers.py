@@ -13,11 +13,8 @@ import torch
 
 from qlora_rl.engine.compat import platform_is_cpu
 from qlora_rl.engine.linears.base_compute import BaseCompute
-from qlora_rl.engine.linears.gpu_compute import install_on_gpu, table_of_this_gpu
-from qlora_rl.engine.worker.expert_adapters import take_adapters
 from qlora_rl.engine.worker.experts import experts_of
 from qlora_rl.engine.worker.extension import BaseExtension
-from qlora_rl.engine.worker.routing import Choices
 from qlora_rl.engine.worker.weight_names import name_as_stored
 
 if platform_is_cpu():
@@ -55,19 +52,23 @@ class MeasuringWorker(FusedWorker, BaseExtension):
 
     def qlora_install(self, model: torch.nn.Module, most: int) -> BaseCompute:
         """`install_on_gpu` with the table of this GPU."""
+        from qlora_rl.engine.linears.gpu_compute import install_on_gpu, table_of_this_gpu
+
         return install_on_gpu(model, most, table=table_of_this_gpu())
 
 
 class MixtureWorker(VllmWorker, BaseExtension):
     """For a mixture of experts."""
 
-    _qlora_choices: Choices | None = None
+    _qlora_choices: Any = None  # `routing.Choices`
 
     def load_model(self, *arguments: Any, **options: Any) -> None:
         """As vLLM's, with experts as the base has them; on the CPU those in 4 bits take adapters."""
         with experts_of(self.vllm_config.model_config.model):
             super().load_model(*arguments, **options)
         if platform_is_cpu():
+            from qlora_rl.engine.worker.expert_adapters import take_adapters
+
             take_adapters(self.model_runner)
 
     def execute_model(self, scheduler_output: Any, *arguments: Any, **options: Any) -> Any:
@@ -81,6 +82,8 @@ class MixtureWorker(VllmWorker, BaseExtension):
 
     def qlora_note_routing(self) -> None:
         """Note which experts are chosen and their weights, from now on; every request has to be taken then."""
+        from qlora_rl.engine.worker.routing import Choices
+
         self._qlora_choices = Choices(self.model_runner.get_model())
 
     def qlora_take_routing(self, names: list[str]) -> list[Any]:

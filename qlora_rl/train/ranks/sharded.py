@@ -3,6 +3,7 @@ can go on from there."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from qlora_rl.adapter.inspected import is_bare, own_name
 from qlora_rl.base.reader import StoredTensors
 from qlora_rl.distributed import ranks
 from qlora_rl.sharded_tensors import is_sharded, put, shape_of, whole
-from qlora_rl.train.ranks import zero
 
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
 
@@ -25,7 +25,7 @@ def trained_weights(model: Any) -> dict[str, torch.Tensor]:
     """
     trained = _trained(model)
     tensors = list(trained.values())
-    gather = zero.masters if zero.has_masters(tensors) else whole
+    gather = _zero().masters if has_masters(tensors) else whole
     if not (is_bare(model) and is_gathered(model)):
         return dict(zip(trained, gather(tensors), strict=True))
     found = {}
@@ -43,7 +43,18 @@ def _trained(model: Any) -> dict[str, torch.nn.Parameter]:
 
 def is_gathered(model: Any) -> bool:
     """Its trained weights must be gathered by all ranks, to be written as they are."""
-    return is_sharded(model) or zero.has_masters([p for p in model.parameters() if p.requires_grad])
+    return is_sharded(model) or has_masters([p for p in model.parameters() if p.requires_grad])
+
+
+def has_masters(parameters: Sequence[torch.nn.Parameter]) -> bool:
+    """DeepSpeed trains copies of these."""
+    return bool(parameters) and any(hasattr(parameters[0], name) for name in ("_z3_optimizer", "_hp_mapping"))
+
+
+def _zero() -> Any:
+    from qlora_rl.train.ranks import zero
+
+    return zero
 
 
 def load_weights(model: Any, directory: Path) -> None:
@@ -52,8 +63,8 @@ def load_weights(model: Any, directory: Path) -> None:
     saved = StoredTensors(directory) if is_whole else read_saved(directory)
     names = {name: name for name in trained} if is_whole else saved_names(model)
     for name, of_file in names.items():
-        if zero.has_masters([trained[name]]):
-            zero.put_master(saved[of_file], trained[name])
+        if has_masters([trained[name]]):
+            _zero().put_master(saved[of_file], trained[name])
         else:
             put(saved[of_file], trained[name])
 

@@ -8,7 +8,7 @@ after each step. Where the model is in 16 bits, the copy alone is exact.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,6 @@ _UNVERIFIED_OF_ZERO = (
     "zero_quantized_gradients",
     "zenflow",
 )
-
-
-def is_asked_for(args: Any) -> bool:
-    """The launcher, or TRL's config, has asked for DeepSpeed."""
-    return getattr(args, "deepspeed_plugin", None) is not None
 
 
 def settle(args: Any, doing: str) -> None:
@@ -105,31 +100,6 @@ def base_stays(model: Any) -> Iterator[None]:
             del parameter.ds_optim_param
 
 
-@contextlib.contextmanager
-def before_step(accelerator: Any, look: Callable[[], None]) -> Iterator[None]:
-    """Call `look` when the backward pass in this block is over and no optimizer has stepped.
-
-    By accelerate's `backward` DeepSpeed does both; any other way to spread a trainer leaves the step to transformers.
-    """
-    wrapped = getattr(accelerator, "deepspeed_engine_wrapped", None)
-    if wrapped is None:
-        yield
-        look()
-        return
-    engine = wrapped.engine
-    step = engine.step
-
-    def step_after(*args: Any, **kwargs: Any) -> Any:
-        look()
-        return step(*args, **kwargs)
-
-    engine.step = step_after
-    try:
-        yield
-    finally:
-        del engine.step  # the method is there again
-
-
 def gather_what_is_read(model: Any) -> None:
     """Let layers read weights of others in every forward pass of `model`, as DoRA reads its base's; after DeepSpeed has
     prepared it.
@@ -147,11 +117,6 @@ def gather_what_is_read(model: Any) -> None:
 
     model.register_forward_pre_hook(lambda *_: begin_or_end(True))
     model.register_forward_hook(lambda *_: begin_or_end(False), always_call=True)
-
-
-def has_masters(parameters: Sequence[torch.nn.Parameter]) -> bool:
-    """DeepSpeed trains copies of these."""
-    return bool(parameters) and any(hasattr(parameters[0], name) for name in ("_z3_optimizer", "_hp_mapping"))
 
 
 def masters(parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:

@@ -21,12 +21,10 @@ from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, collected
 from qlora_rl.stages import begin
 from qlora_rl.sync.base_check import BaseCheck, verify_base
 from qlora_rl.sync.canary import Canary, SeenPrompt
-from qlora_rl.sync.full_weights import DenseSync
 from qlora_rl.sync.function_check import FunctionCheck
 from qlora_rl.sync.plan import SyncPlan, plan_sync
 from qlora_rl.sync.strategies import AdapterSync
 from qlora_rl.sync.transports import transport_for
-from qlora_rl.train.ranks.shared_engine import SharedEngine, SharedTransport
 from qlora_rl.train.rollouts.bridge import EngineBridge
 from qlora_rl.train.rollouts.engines import EngineChoice
 from qlora_rl.train.run import SYNCS, RunDirectory
@@ -151,7 +149,7 @@ def link_policy(
         AdapterRejectedError, BaseMismatchError, CanaryError, ConfigConflictError, PolicyMismatchError: with the way
             out.
     """
-    strategy = None
+    strategy: SyncStrategy | None = None
     products = products_of(model, base, args)
     try:
         verdict = judge_policy(model)
@@ -172,11 +170,12 @@ def link_policy(
             rounding = max(ranks().gather(function.rounding, "measuring rounding"))  # they examine together
             if canary_every:
                 canary = _canary(model, base, engine, args, canary_every, function)
-        strategy = (
-            DenseSync(model, cast(DenseEngine, engine), canary)
-            if is_dense
-            else AdapterSync(model, engine, _transport(plan.transport, sync_dir, engine), canary)
-        )
+        if is_dense:
+            from qlora_rl.sync.full_weights import DenseSync
+
+            strategy = DenseSync(model, cast(DenseEngine, engine), canary)
+        else:
+            strategy = AdapterSync(model, engine, _transport(plan.transport, sync_dir, engine), canary)
         can_sleep = engine.capabilities().can_sleep
         sleeps, limit = args.vllm_enable_sleep_mode and can_sleep, function_limit(model.config)
         bridge = EngineBridge(engine, strategy, sampling, seed=args.seed, sleeps=sleeps, limit=limit)
@@ -221,6 +220,10 @@ def _warn_awake(engine: RolloutEngine) -> None:
 
 def _transport(name: str, sync_dir: str | os.PathLike[str] | None, engine: RolloutEngine) -> Any:
     transport = transport_for(name, sync_dir)
+    if ranks().size == 1:
+        return transport
+    from qlora_rl.train.ranks.shared_engine import SharedEngine, SharedTransport
+
     return SharedTransport(transport, engine) if isinstance(engine, SharedEngine) else transport
 
 

@@ -6,13 +6,11 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from qlora_rl.base.bake import bake_base
 from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.contracts import RolloutEngine
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
 from qlora_rl.stages import begin
-from qlora_rl.train.ranks.shared_engine import SharedEngine
 from qlora_rl.train.setup.engine_order import closer
 from qlora_rl.train.setup.settings import is_url
 
@@ -79,6 +77,8 @@ class EngineChoice:
                 f"choosing the engine: tensor_parallel_size={size} takes adapters, and this policy needs full weights "
                 "(see the reasons of its verdict: judge_adapter). Use tensor_parallel_size=1."
             )
+        from qlora_rl.base.bake import bake_base
+
         baked = ranks().in_turn(lambda: bake_base(base), "baking the base") if base.spec.is_4bit else base
         begin("starting vLLM on the base")
         return _STARTS[self.rollout](baked, 0, {**self.options, "max_lora_rank": 0})
@@ -139,7 +139,11 @@ def _elsewhere(options: dict[str, Any]) -> dict[str, Any]:
 
 def _for_all(make: Callable[[], RolloutEngine], group: int = 0) -> Any:
     """A server is rank 0's, and so are actors; what is on the GPUs of a group of ranks is the first one's."""
-    return make() if ranks().size == 1 else SharedEngine(make, ranks(), group)
+    if ranks().size == 1:
+        return make()
+    from qlora_rl.train.ranks.shared_engine import SharedEngine
+
+    return SharedEngine(make, ranks(), group)
 
 
 _STARTS: dict[str, Callable[..., RolloutEngine]] = {

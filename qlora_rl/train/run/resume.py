@@ -32,7 +32,6 @@ from qlora_rl.distributed import ranks
 from qlora_rl.documents import read_object
 from qlora_rl.errors import RunDirectoryError
 from qlora_rl.stages import remark
-from qlora_rl.train.ranks import zero
 from qlora_rl.train.ranks.sharded import (
     OPTIMIZER,
     SCHEDULER,
@@ -69,7 +68,7 @@ class Resumable:
     run: RunDirectory | None
     _staging: Path | None = None
     _resumed: dict[str, Any] | None = None  # what is stored with the checkpoint that training is about to go on from
-    _groups: zero.Groups = ()  # of the optimizer that DeepSpeed was given
+    _groups: Any = ()  # of the optimizer that DeepSpeed was given
 
     # --- what a subclass adds ---------------------------------------------------------------------------------------
 
@@ -262,7 +261,7 @@ class Resumable:
         """transformers'; what DeepSpeed makes of it no longer says which parameter was which."""
         optimizer = super().create_optimizer(*args, **kwargs)
         if self.is_deepspeed_enabled:
-            self._groups = zero.groups_of(optimizer)
+            self._groups = _zero().groups_of(optimizer)
         return optimizer
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
@@ -270,9 +269,9 @@ class Resumable:
         have written."""
         if not self.is_deepspeed_enabled:
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        with zero.base_stays(self.model):
+        with _zero().base_stays(self.model):
             prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
-        zero.gather_what_is_read(self.model)
+        _zero().gather_what_is_read(self.model)
         if resume_from_checkpoint is not None:
             self._load_from_checkpoint(resume_from_checkpoint)
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
@@ -281,7 +280,7 @@ class Resumable:
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         files = Path(output_dir) / OPTIMIZER, Path(output_dir) / SCHEDULER
         if self.is_deepspeed_enabled:
-            zero.save_optimizer(self._groups, self.optimizer, self.lr_scheduler, *files)
+            _zero().save_optimizer(self._groups, self.optimizer, self.lr_scheduler, *files)
         elif ranks().size == 1:
             super()._save_optimizer_and_scheduler(output_dir)
         else:
@@ -293,7 +292,7 @@ class Resumable:
             return
         if self.is_deepspeed_enabled:
             files = Path(checkpoint) / OPTIMIZER, Path(checkpoint) / SCHEDULER
-            zero.load_optimizer(self._groups, self.optimizer, self.lr_scheduler, *files)
+            _zero().load_optimizer(self._groups, self.optimizer, self.lr_scheduler, *files)
         else:
             load_optimizer(self.optimizer, self.lr_scheduler, Path(checkpoint))
         entropy = Path(checkpoint) / ENTROPY  # of TRL's adaptive entropy bonus
@@ -423,3 +422,9 @@ def _digest(weights: Mapping[str, torch.Tensor]) -> str:
     """Of everything that is trained, with its name and dtype."""
     parts = [f"{name} {tensor.dtype} {digest_bytes(tensor)}" for name, tensor in weights.items()]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+
+
+def _zero() -> Any:
+    from qlora_rl.train.ranks import zero
+
+    return zero

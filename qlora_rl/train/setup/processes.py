@@ -12,7 +12,6 @@ import torch
 
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import BaseMismatchError, ConfigConflictError, NotYetSupportedError
-from qlora_rl.train.ranks import zero
 from qlora_rl.train.setup.model_source import Source
 
 SUPPORTED = ("ddp", "fsdp2", "zero2", "zero3")
@@ -48,9 +47,9 @@ def check_processes(args: Any, doing: str) -> None:
         ConfigConflictError: they are not one training, or not the one that was asked for.
     """
     _check_launch(args, doing)
-    sharding = sharding_of(args)
+    sharding, is_deepspeed = sharding_of(args), getattr(args, "deepspeed_plugin", None) is not None
     if sharding == "none":
-        if zero.is_asked_for(args):
+        if is_deepspeed:
             raise NotYetSupportedError(
                 f"{doing}: one process under DeepSpeed, which has nothing to spread. Start it with plain python, or "
                 "with num_processes of 2 or more."
@@ -62,7 +61,9 @@ def check_processes(args: Any, doing: str) -> None:
             "version has DDP, FSDP2 (fsdp_version: 2), and DeepSpeed's ZeRO-2 and ZeRO-3. Start it with "
             "examples/accelerate/ddp.yaml, fsdp2.yaml, zero2.yaml or zero3.yaml."
         )
-    if zero.is_asked_for(args):
+    if is_deepspeed:
+        from qlora_rl.train.ranks import zero
+
         zero.settle(args, doing)
 
 
@@ -129,6 +130,8 @@ def fit_for_sharding(source: Source, args: Any) -> Source:
             "experts in 16 bits (quantize_experts=False)."
         )
     if sharding.startswith("zero"):
+        from qlora_rl.train.ranks import zero
+
         zero.check_dtype(args, source.base.spec.compute_dtype)
     if not sharding.startswith("fsdp") or not source.base.spec.is_4bit:
         return source

@@ -3,13 +3,15 @@ kept up at each step."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from qlora_rl.adapter.initialization import Twice, apply_start, begin_twice
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import NotYetSupportedError
+
+if TYPE_CHECKING:
+    from qlora_rl.adapter.initialization import Twice
 
 
 def settle(model: Any, peft_config: Any) -> tuple[Any, Any]:
@@ -19,7 +21,11 @@ def settle(model: Any, peft_config: Any) -> tuple[Any, Any]:
         AdapterRejectedError: the start needs what a trainer does not have.
         NotYetSupportedError: in several processes.
     """
-    plain, wanted = apply_start(peft_config)
+    plain, wanted = peft_config, None
+    if isinstance(getattr(peft_config, "init_lora_weights", True), str):
+        from qlora_rl.adapter.initialization import apply_start
+
+        plain, wanted = apply_start(peft_config)
     held = getattr(model, "qlora_start", None)
     if ranks().size > 1 and (wanted is not None or held is not None):
         word = held.kind if wanted is None else wanted.init_lora_weights
@@ -38,6 +44,8 @@ def keep_start(trainer: Any, wanted: Any = None) -> None:
         wanted: of `settle`.
     """
     if wanted is not None:
+        from qlora_rl.adapter.initialization import begin_twice
+
         begin_twice(trainer.model, wanted)
     if (twice := getattr(trainer.model, "qlora_start", None)) is not None:
         trainer.add_callback(_Keep(twice))
