@@ -16,12 +16,13 @@ from types import ModuleType
 from typing import Any
 
 from qlora_rl.errors import ConfigConflictError, QloraRLError, RewardFunctionError
-from qlora_rl.rewards.formulas import math_match
-from qlora_rl.rewards.match import exact_match, format_match, length_match, numeric_match
-from qlora_rl.rewards.programs import program_match
 
-BUILT_IN: dict[str, Callable[..., Any]] = {
-    each.__name__: each for each in (exact_match, numeric_match, math_match, format_match, length_match, program_match)
+# Ours, and the module of each.
+BUILT_IN = {
+    **dict.fromkeys(("exact_match", "numeric_match"), "match"),
+    "math_match": "formulas",
+    **dict.fromkeys(("format_match", "length_match"), "match"),
+    "program_match": "programs",
 }
 # Arguments that TRL gives reward functions itself: a column of that name is given twice (the first two), or is lost;
 # `environments` where there are some.
@@ -93,7 +94,10 @@ def reward_name(reward: Callable[..., Any]) -> str:
 
 def built_in(name: str) -> Callable[..., Any] | None:
     """Ours of that name, "numeric_match" or "numeric"; `None` where there is none."""
-    return BUILT_IN.get(name) or BUILT_IN.get(f"{name}_match")
+    full = name if name in BUILT_IN else f"{name}_match"
+    if full not in BUILT_IN:
+        return None
+    return getattr(importlib.import_module(f"{__package__}.{BUILT_IN[full]}"), full)
 
 
 def _made(kind: type, name: str, arguments: dict[str, Any]) -> Callable[..., Any]:
@@ -113,7 +117,9 @@ def _with_arguments(function: Callable[..., Any], name: str, arguments: dict[str
         parameters = []
     takes_any = not parameters or any(each.kind is each.VAR_KEYWORD for each in parameters)
     known = [each.name for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    is_built_in = function in BUILT_IN.values()  # their other arguments are the dataset's columns
+    is_built_in = str(getattr(function, "__module__", "")).startswith(
+        f"{__package__}."
+    )  # their other arguments are the dataset's columns
     unknown = sorted(arguments.keys() - set(known)) if is_built_in or not takes_any else []
     if unknown:
         raise ConfigConflictError(
