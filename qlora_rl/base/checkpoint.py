@@ -48,7 +48,7 @@ from qlora_rl.stages import begin, ended, remark
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from qlora_rl.base.calibration.text import Row
+    from qlora_rl.base.calibrated import Row
 
 logger = logging.getLogger(__name__)
 

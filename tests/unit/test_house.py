@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from core import CORE, ENTRIES, EXTRAS, extra_of
 
 import qlora_rl
 
@@ -133,6 +134,41 @@ def test_subpackages_import_only_those_before_them(package):
         for other in found:
             if other.startswith(f"qlora_rl.{package}."):
                 assert place(other) <= place(name), f"{name} imports {other}, which comes after it"
+
+
+def test_the_core_imports_no_extra_but_at_the_entries():
+    """Nor there at the top of a module, but for type checkers."""
+    assert [extra for extra in EXTRAS if not any(extra_of(name.partition(".")[2]) == extra for name in MODULES)] == []
+    entered: dict[str, set[str]] = {}
+    for name in filter(None, CORE):
+        found = {extra for each in IMPORTED[f"qlora_rl.{name}"] if (extra := extra_of(each.partition(".")[2]))}
+        if found:
+            entered[name] = found
+    assert entered == ENTRIES
+    top = {
+        name: sorted(extra for each in imported_at_import(MODULES[f"qlora_rl.{name}"]) if (extra := extra_of(each)))
+        for name in ENTRIES
+    }
+    assert not any(top.values()), top
+
+
+def test_the_architecture_page_says_how_large_the_core_is():
+    page = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+    stated = re.search(r"([\d,]+) statements in (\d+) modules", page)
+    files = [MODULES[f"qlora_rl.{name}".rstrip(".")] for name in CORE]
+    count = sum(isinstance(node, ast.stmt) for file in files for node in ast.walk(ast.parse(file.read_text())))
+    assert count == pytest.approx(int(stated[1].replace(",", "")), rel=0.03)
+    assert len(files) == pytest.approx(int(stated[2]), rel=0.03)
+
+
+def imported_at_import(path: Path) -> set[str]:
+    """Modules of ours, below `qlora_rl`, that a file imports while it is imported itself."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ImportFrom):
+            source = absolute(node, path).partition(".")[2]
+            found |= {source, *(f"{source}.{alias.name}" for alias in node.names)}
+    return found
 
 
 def test_packages_import_from_a_subpackage_what_it_hands_on():
