@@ -1,16 +1,14 @@
 """The notebooks run, and what they show is so."""
 
-import importlib.util
 import json
 from pathlib import Path
 
 import nbformat
 import pytest
+from support import program
 
 ROOT = Path(__file__).resolve().parents[2]
-_SPEC = importlib.util.spec_from_file_location("notebooks", ROOT / "scripts" / "notebooks.py")
-SCRIPT = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(SCRIPT)
+SCRIPT = program("scripts/notebooks.py")
 
 # What is asked of the kernel when all cells have run.
 ASKED = {

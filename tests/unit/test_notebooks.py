@@ -2,18 +2,16 @@
 
 import ast
 import importlib
-import importlib.util
 import json
 import re
 from pathlib import Path
 
 import pytest
+from support import program
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-_SPEC = importlib.util.spec_from_file_location("notebook_tops", FOLDER.parents[1] / "scripts" / "notebook_tops.py")
-TOPS = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(TOPS)
+TOPS = program("scripts/notebook_tops.py")
 
 pytestmark = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 

@@ -3,7 +3,6 @@
 import gc
 import importlib.metadata
 import importlib.util
-import json
 import logging
 import os
 import re
@@ -15,74 +14,11 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from support import program
 
 CPU = "Setting accelerator to CPU. If you have GPU or other accelerator, we were unable to detect it."
 ROOT = Path(__file__).resolve().parents[2]
 yaml = pytest.importorskip("yaml")
-
-
-def test_ends_are_mended_and_conflicts_and_large_files_rejected(tmp_path):
-    files = {
-        "fine.py": b"x = 1\n",
-        "blanks.md": b"a  \nb\t\r\n\n\n",
-        "conflict.txt": b"<<<<<<< ours\na\n=======\nb\n>>>>>>> theirs\n",
-        "large.txt": b"x\n" * 2**20,
-        "empty": b"",
-    }
-    for name, content in files.items():
-        (tmp_path / name).write_bytes(content)
-    command = [sys.executable, str(ROOT / "scripts" / "ends.py")]
-    done = subprocess.run([*command, *files], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 1
-    said = dict(line.split(": ", 1) for line in done.stdout.splitlines())
-    assert said.keys() == {"blanks.md", "conflict.txt", "large.txt"}
-    assert (tmp_path / "blanks.md").read_bytes() == b"a\nb\n"
-    assert (tmp_path / "conflict.txt").read_bytes() == files["conflict.txt"]
-    assert subprocess.run([*command, "fine.py", "blanks.md", "empty"], cwd=tmp_path).returncode == 0
-
-
-def test_every_hook_runs_what_is_in_the_repository_or_in_venv():
-    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
-    assert [repo["repo"] for repo in config["repos"]] == ["local"]  # nothing is fetched
-    wanted = (ROOT / "pyproject.toml").read_text()
-    for hook in config["repos"][0]["hooks"]:
-        program, *arguments = hook["entry"].split()
-        name = Path(program).name
-        assert program.startswith(".venv/bin/")
-        assert name == "python" or f'"{name}==' in wanted, f"{name} is not in the dev extra"
-        assert all((ROOT / a).exists() for a in arguments if a.endswith(".py"))
-        assert hook["language"] == "system"
-
-
-def test_workflows_run_targets_that_exist_on_every_python_that_is_promised():
-    promised = set(re.findall(r"Python :: (3\.\d+)\"", (ROOT / "pyproject.toml").read_text()))
-    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    files = {file.stem: yaml.safe_load(file.read_text()) for file in (ROOT / ".github" / "workflows").glob("*.yml")}
-    assert files.keys() == {"tests", "docs", "release", "nightly"}
-    for name, workflow in files.items():
-        assert workflow["permissions"] == {"contents": "read"}  # jobs ask for more by themselves
-        steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
-        made = {word for step in steps for word in re.findall(r"^make ([\w-]+)", step.get("run", ""))}
-        assert made <= targets, name
-        matrices = [job["strategy"]["matrix"] for job in workflow["jobs"].values() if "strategy" in job]
-        matrix = [each["python"] for each in matrices if "python" in each]
-        assert all(set(pythons) == promised for pythons in matrix), name
-    vllms = files["nightly"]["jobs"]["stacks"]["strategy"]["matrix"]["vllm"]
-    known = re.findall(r"^  ([\d. |]+)\)", (ROOT / "scripts" / "setup.sh").read_text(), re.MULTILINE)
-    assert set(vllms) == {version for case in known for version in case.split(" | ")}
-    publish = files["release"]["jobs"]["publish"]
-    assert publish["permissions"] == {"id-token": "write"}
-    assert "secrets." not in (ROOT / ".github" / "workflows" / "release.yml").read_text()
-
-
-def test_the_selection_for_every_stack_names_files_that_exist():
-    spec = importlib.util.spec_from_file_location("stack", ROOT / "scripts" / "test_stack.py")
-    stack = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(stack)
-    assert all((ROOT / "tests" / file).is_file() for files in stack.GROUPS.values() for file in files)
-    written = json.loads((ROOT / "benchmarks" / "results" / "stacks.json").read_text())
-    rows = {row for each in written.values() for row in each["rows"]}
-    assert {row for row in rows - {*stack.GROUPS} if not row.startswith("demo, ")} == set()  # of however many steps
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
@@ -128,14 +64,6 @@ def test_uv_installs_where_it_can_and_pip_does_the_rest(code, tmp_path):
     assert len(by_pip) == code
 
 
-def test_a_bug_report_asks_for_what_the_doctor_prints():
-    folder = ROOT / ".github" / "ISSUE_TEMPLATE"
-    fields = {field["id"]: field for field in yaml.safe_load((folder / "bug_report.yml").read_text())["body"]}
-    assert "`qlora-rl doctor`" in fields["doctor"]["attributes"]["description"]
-    assert fields["doctor"]["validations"] == {"required": True}
-    assert all(yaml.safe_load(file.read_text()) for file in folder.glob("*.yml"))
-
-
 def test_one_version_stands_in_every_place():
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
@@ -156,9 +84,7 @@ def test_no_library_that_the_package_imports_is_read_by_mypy_but_pydantic():
 
 
 def test_every_diagram_was_drawn_from_the_text_beside_it():
-    spec = importlib.util.spec_from_file_location("diagrams", ROOT / "scripts" / "diagrams.py")
-    diagrams = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(diagrams)
+    diagrams = program("scripts/diagrams.py")
     sources = sorted((ROOT / "docs" / "diagrams").glob("*.dot"))
     pictures = sorted((ROOT / "docs" / "diagrams").glob("*.svg"))
     assert len(sources) >= 3
