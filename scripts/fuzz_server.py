@@ -134,7 +134,7 @@ BODIES: dict[str, Any] = {
     f"{OWN}/probe": {"path": "trap/link"},
     f"{OWN}/canary": {"difference": 0.0},
     f"{OWN}/adapter": {"path": "trap", "version": 1, "digest": "0"},
-    f"{OWN}/weights": {"way": "shared_memory", "host": "127.0.0.1", "port": 1},
+    f"{OWN}/weights": {"way": "gloo", "host": "127.0.0.1", "port": 1},
     f"{OWN}/weights/part": {"ticket": {"file": "a/0"}, "nbytes": 4, "checksum": 1, "places": [["a", "float32", [1]]]},
     "/tokenize": {"model": "base", "prompt": "1", "add_special_tokens": True},
     "/detokenize": {"model": "base", "tokens": [40, 41]},

@@ -1,39 +1,31 @@
-"""How full weights go from the trainer's device into that of an engine's worker without a file: through memory that
-both open, or by a broadcast in a group of two. Both ends; torch only.
+"""How full weights go from the trainer's device into that of an engine's worker without a file: by a broadcast in a
+group of two. Both ends; torch only.
 
-The one that needs CUDA, NCCL, has not been run; gloo has the same code around it. vLLM's own weight transfer takes such
-ways, too, but loads while it receives, and takes pickled handles over HTTP.
+NCCL has not been run; gloo has the same code around it. vLLM's own weight transfer takes such ways, too, but loads
+while it receives, and takes pickled handles over HTTP.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import re
-import shutil
 import socket
-import stat
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from qlora_rl.adapter.store import default_root
 from qlora_rl.errors import ConfigConflictError, SyncError
-from qlora_rl.locks import let_go, new_directory
 
-# By memory, and by a group.
-WAYS = ("shared_memory", "gloo", "nccl")
+# Backends of a group of two.
+WAYS = ("gloo", "nccl")
 # Every weight begins at a multiple of so many bytes.
 ALIGNED = 16
 # Words of 8 bytes that a checksum reads at once.
 _WORDS = 2**20
 _TIMEOUT = timedelta(seconds=120)
-_FILE = re.compile(r"(qlora-rl-carried-\w{1,64})/([0-9]{1,9})")
 
 Places = list[tuple[str, str, list[int]]]
 Ask = Callable[[dict[str, Any]], None]
@@ -94,45 +86,7 @@ def _padded(size: int) -> int:
 # --- both ends ------------------------------------------------------------------------------------------------------
 
 
-class WeightChannel(Protocol):
-    """The trainer's end.
-
-    Attributes:
-        device: on which buffers must be.
-    """
-
-    device: torch.device
-
-    def describe(self) -> dict[str, Any]:
-        """What the other end must know, as JSON."""
-        ...
-
-    def join(self) -> None:
-        """The other end is about to be ready."""
-        ...
-
-    def carry(self, buffer: torch.Tensor, ask: Ask) -> None:
-        """Bring it over; `ask` gives the other end a ticket, and returns when it has the bytes."""
-        ...
-
-    def close(self) -> None:
-        """Leave nothing behind; harmless when repeated."""
-        ...
-
-
-class Receiver(Protocol):
-    """The worker's end."""
-
-    def receive(self, ticket: Mapping[str, Any], nbytes: int) -> torch.Tensor:
-        """The bytes, as a copy of its own."""
-        ...
-
-    def close(self) -> None:
-        """Harmless when repeated."""
-        ...
-
-
-def open_carrier(way: str, towards: str) -> WeightChannel:
+def open_carrier(way: str, towards: str) -> Group:
     """The trainer's end of a way.
 
     Args:
@@ -141,11 +95,11 @@ def open_carrier(way: str, towards: str) -> WeightChannel:
 
     Raises:
         ConfigConflictError: there is no such way here; says which there are.
-        SyncError: no directory can be made in shared memory, or `towards` is no host that can be reached.
+        SyncError: `towards` is no host that can be reached.
     """
     check_way(way)
     try:
-        return SharedMemory() if way == "shared_memory" else Group(way, _own_address(towards))
+        return Group(way, _own_address(towards))
     except OSError as error:
         raise SyncError(f"sending weights: weights_by={way!r}: {error}. Use weights_by='http'.") from error
 
@@ -161,111 +115,14 @@ def check_way(way: str) -> None:
         )
 
 
-def open_receiver(told: Mapping[str, Any], device: torch.device) -> Receiver:
-    """The worker's end of what `WeightChannel.describe` says.
+def open_receiver(told: Mapping[str, Any], device: torch.device) -> GroupEnd:
+    """The worker's end of what `Group.describe` says.
 
     Raises:
         ConfigConflictError: there is no such way here.
     """
     check_way(way := str(told.get("way")))
-    if way == "shared_memory":
-        return SharedMemoryEnd(device)
     return GroupEnd(way, str(told["host"]), int(told["port"]), device)
-
-
-# --- memory that both open ------------------------------------------------------------------------------------------
-
-
-class SharedMemory:
-    """A file on tmpfs, which is memory: written here, read there."""
-
-    def __init__(self) -> None:
-        self.device = torch.device("cpu")
-        self._home = new_directory(default_root(), "qlora-rl-carried-")
-        self._count = 0
-
-    def describe(self) -> dict[str, Any]:
-        """Where it is, both sides know."""
-        return {"way": "shared_memory"}
-
-    def join(self) -> None:
-        """Nothing."""
-
-    def carry(self, buffer: torch.Tensor, ask: Ask) -> None:
-        """See `WeightChannel`."""
-        file, self._count = self._home / str(self._count), self._count + 1
-        try:
-            try:
-                os.close(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-                with open(file, "r+b") as made:
-                    os.posix_fallocate(
-                        made.fileno(), 0, max(1, buffer.numel())
-                    )  # or a full tmpfs would kill who writes
-                    os.ftruncate(made.fileno(), buffer.numel())
-            except OSError as error:
-                raise SyncError(
-                    f"writing {file}: {error.strerror}. Make room there, or use weights_by='http'."
-                ) from error
-            if buffer.numel():
-                torch.from_file(str(file), shared=True, size=buffer.numel(), dtype=torch.uint8).copy_(buffer)
-            ask({"file": f"{self._home.name}/{file.name}"})
-        finally:
-            file.unlink(missing_ok=True)
-
-    def close(self) -> None:
-        """See `WeightChannel`."""
-        let_go(self._home)
-        shutil.rmtree(self._home, ignore_errors=True)
-
-
-class SharedMemoryEnd:
-    """Reads what `SharedMemory` has written, and nothing else."""
-
-    def __init__(self, device: torch.device):
-        self._device = device
-
-    def receive(self, ticket: Mapping[str, Any], nbytes: int) -> torch.Tensor:
-        """See `Receiver`.
-
-        Raises:
-            SyncError: there is no such file; the trainer may be on another machine.
-        """
-        named = _FILE.fullmatch(str(ticket.get("file")))
-        file = default_root() / named[0] if named else None
-        opened = _own_file(file) if file is not None else None
-        try:
-            if opened is not None and os.fstat(opened).st_size == nbytes:
-                if not nbytes:
-                    return torch.empty(0, dtype=torch.uint8, device=self._device)
-                path = f"/proc/self/fd/{opened}"
-                return torch.from_file(path, shared=False, size=nbytes, dtype=torch.uint8).clone().to(self._device)
-            raise SyncError(
-                f"taking weights: {str(ticket.get('file'))[:80]!r} is no part of {nbytes} bytes of this user on this "
-                "machine. Both sides must be on one, as one user; between two use weights_by='http'."
-            )
-        finally:
-            if opened is not None:
-                os.close(opened)
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-def _own_file(file: Path) -> int | None:
-    """Descriptor of a file of this user in a directory of this user, neither of them a link; `None` where it is
-    none."""
-    try:
-        with contextlib.ExitStack() as opened:
-            home = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            opened.callback(os.close, home)
-            found = os.open(file.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=home)
-            is_ours = all(os.fstat(each).st_uid == os.getuid() for each in (home, found))
-            if is_ours and stat.S_ISREG(os.fstat(found).st_mode):
-                return found
-            os.close(found)
-    except OSError:
-        pass
-    return None
 
 
 # --- a group of two -------------------------------------------------------------------------------------------------
@@ -307,14 +164,17 @@ class Group:
             ) from error
 
     def carry(self, buffer: torch.Tensor, ask: Ask) -> None:
-        """See `WeightChannel`; asks and broadcasts at the same time, as either waits for the other."""
+        """Bring it over; `ask` gives the other end a ticket, and returns when it has the bytes.
+
+        Asks and broadcasts at the same time, as either waits for the other.
+        """
         asked: Future[None] = self._asker.submit(ask, {})
         work = self._group.broadcast(buffer, 0)
         asked.result()  # it has all bytes; or has said why not, and nobody waits for the broadcast
         work.wait()
 
     def close(self) -> None:
-        """See `WeightChannel`."""
+        """Leave nothing behind; harmless when repeated."""
         self._asker.shutdown(wait=False)
         held, self._group, self._store = [self._group, self._store], None, None
         # Its end waits for a broadcast that nobody takes, up to the time limit: not in this thread.
@@ -337,7 +197,7 @@ class GroupEnd:
         self._group: Future[Any] = self._thread.submit(join)
 
     def receive(self, ticket: Mapping[str, Any], nbytes: int) -> torch.Tensor:
-        """See `Receiver`."""
+        """The bytes, as a copy of its own."""
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         self._group.result().broadcast(buffer, 0).wait()
         if self._device.type == "cuda":
@@ -345,7 +205,7 @@ class GroupEnd:
         return buffer
 
     def close(self) -> None:
-        """See `Receiver`."""
+        """Harmless when repeated."""
         self._thread.shutdown(wait=False)
 
 

@@ -31,7 +31,6 @@ DENSE_WAYS = {
     "http": "sent in requests to a server on the baked base, which loads it when all is there",
     "object_store": "sent through Ray's object store, in parts, to actors on the baked base, which load it when all is "
     "there",
-    "shared_memory": "put, in parts, into memory that the server's worker on this machine maps",
     "gloo": "sent to the server's worker over TCP (gloo)",
     "nccl": "sent to the server's worker from GPU to GPU (NCCL)",
 }

@@ -25,7 +25,7 @@ from qlora_rl.engine.client import channel_push
 
 EXACT = 1e-5
 OPTIONS = {"max_lora_rank": 0, "max_model_length": 32, "max_num_seqs": 8, "timeout_s": 180}
-WAYS = ("shared_memory", "gloo")
+WAYS = ("gloo",)
 
 
 @pytest.fixture(scope="module")

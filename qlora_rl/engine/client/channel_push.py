@@ -10,7 +10,7 @@ import torch
 
 from qlora_rl.engine.chunks import PART_BYTES, Outgoing
 from qlora_rl.engine.client.upload import Ask
-from qlora_rl.engine.weight_channels import WeightChannel, checksum, pack
+from qlora_rl.engine.weight_channels import Group, checksum, pack
 from qlora_rl.errors import QloraRLError
 
 Weights = Sequence[tuple[str, torch.Tensor]]
@@ -33,7 +33,7 @@ class ChannelPush:
         SyncError: the server, or its worker, does not have that way, or the two ends do not meet.
     """
 
-    def __init__(self, ask: Ask, version: int, *, carrier: WeightChannel, commit: Callable[[str], None]):
+    def __init__(self, ask: Ask, version: int, *, carrier: Group, commit: Callable[[str], None]):
         self._ask, self._commit, self._carrier, self._index = ask, commit, carrier, 0
         self.name = ""
         try:

@@ -93,8 +93,7 @@ class ServerEngine:
         timeout_s: of one request, in seconds; a batch of long rollouts is one request.
         wait_s: how long to wait for a server that is away, in seconds, before giving up.
         weights_by: how full weights are sent: "http" (or the server's directory, if this machine sees it); into the
-            worker's memory by "shared_memory" on one machine, or by "gloo" or "nccl" between two. "nccl" has not been
-            run.
+            worker's memory by "gloo" or "nccl". "nccl" has not been run.
         transport: of httpx, for tests.
 
     Raises:

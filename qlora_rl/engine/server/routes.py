@@ -344,7 +344,7 @@ class WeightsApi:
         """Open a push of full weights; `version` in the query. Gives its name, and a directory for a client on this
         host.
 
-        A body, in JSON, says by which other way they come: `WeightChannel.describe`.
+        A body, in JSON, says by which other way they come: `weight_channels.Group.describe`.
         """
         told = await _told(request)
         return await self.weights.begin(self._session(request), self._number(request, "version"), told)
