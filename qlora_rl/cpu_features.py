@@ -172,10 +172,6 @@ def _name(dtype: torch.dtype) -> str:
 
 @functools.cache  # each push asks, for each layer of the engine
 def _name_and_identity() -> tuple[str, str]:
-    return _read_name_and_identity()
-
-
-def _read_name_and_identity() -> tuple[str, str]:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

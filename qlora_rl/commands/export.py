@@ -65,9 +65,6 @@ def add(commands: Any) -> None:
     export.add_argument(
         "--shard-gb", type=POSITIVE, default=4.0, metavar="GB", help="size limit of a file (default: %(default)s)"
     )
-    export.add_argument(
-        "--push", metavar="REPO", help="upload the export to this repository on the hub, private if it is new"
-    )
     export.add_argument("--json", action="store_true", help="print JSON")
     export.set_defaults(run=run)
 
@@ -95,7 +92,6 @@ def run(arguments: argparse.Namespace) -> int:
         max_kl=arguments.max_kl,
         check=arguments.check,
         shard_gb=arguments.shard_gb,
-        push=arguments.push,
     )
     if arguments.json:
         found = {

@@ -135,7 +135,7 @@ class Group:
         self.backend, self.host = backend, host
         self.device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
         self._asker = ThreadPoolExecutor(1, "qlora-rl-carrier")
-        with socket.socket(_family(host)) as listening:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listening:
             listening.bind((host, 0))
             listening.listen()
             self.port = listening.getsockname()[1]
@@ -238,7 +238,3 @@ def _own_address(towards: str) -> str:
     with contextlib.closing(socket.socket(family, socket.SOCK_DGRAM)) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -81,7 +81,6 @@ def export_run(
     max_kl: float | None = None,
     check: bool = True,
     shard_gb: float = 4.0,
-    push: str | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Export:
     """Export what a run has trained; the result is loaded again, and its distance from the policy stands in its
@@ -107,7 +106,6 @@ def export_run(
         check: load it again and compare; without it nothing says that it is the policy. Of a large model it takes most
             of the time.
         shard_gb: largest file of weights, in 10^9 bytes.
-        push: name of a repository on the hub, to which the finished directory is uploaded; it is created private.
         say: gets a line for people before each stage; by default it is logged.
 
     Raises:
@@ -131,9 +129,6 @@ def export_run(
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
-    if push is not None:
-        _push(target, push)
-        note(f"pushed to {push}")
     return export
 
 
@@ -370,21 +365,6 @@ def _write_gguf_adapter(trained: TrainedRun, tokenizer: Any, staging: Path, dtyp
     file = f"{trained.name}-lora.gguf"
     write_gguf_adapter(bundle.tensors, trained.base, staging / file, dtype, name=trained.name)
     write_modelfile(staging, tokenizer, model="BASE.gguf", adapter=f"./{file}", ends=trained.ends)
-
-
-def _push(directory: Path, name: str) -> None:
-    """Upload a finished export to a repository on the hub, which is created private where there is none."""
-    from huggingface_hub import HfApi
-
-    try:
-        api = HfApi()
-        api.create_repo(name, private=True, exist_ok=True)
-        api.upload_folder(repo_id=name, folder_path=directory, commit_message="Export by qlora_rl")
-    except Exception as error:
-        raise ExportError(
-            f"pushing to {name}: {error}. The export is complete in {directory}; push it again: hf upload {name} "
-            f"{directory}"
-        ) from error
 
 
 def _exact_witness(trained: TrainedRun, ids: list[list[int]], room: Path) -> Witness:

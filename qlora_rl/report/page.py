@@ -126,17 +126,13 @@ def _draw_top(run: Run, facts: Facts) -> Markup:
         tag("h1", headline(run, facts)),
         *(tag("p", sentence, class_="lead") for sentence in (fidelity_sentence(run, facts), base_sentence(run))
           if sentence),
-        _notes(notes) if notes else None,
+        tag("div", tag("h3", "What to look at"), tag("ul", *(tag("li", each) for each in notes)), class_="note")
+        if notes else None,
         _draw_tiles(run, facts),
         tag("details", tag("summary", f"New to this? {'Eight' if run.is_online else 'Four'} words that the page "
                                       "uses"), tag("dl", *words, class_="words"),
             class_="intro"),
     )  # fmt: skip
-
-
-def _notes(notes: Sequence[str]) -> Markup:
-    """What a reader should look at first."""
-    return tag("div", tag("h3", "What to look at"), tag("ul", *(tag("li", each) for each in notes)), class_="note")
 
 
 def _draw_tiles(run: Run, facts: Facts) -> Markup | None:

@@ -443,7 +443,7 @@ def test_an_arm_processor_is_told_by_its_numbers(monkeypatch, tmp_path):
     def named(text):
         (tmp_path / "cpuinfo").write_text(text)
         monkeypatch.setattr(module, "Path", lambda _: tmp_path / "cpuinfo")
-        return module._read_name_and_identity()
+        return module._name_and_identity.__wrapped__()
 
     arm = "processor\t: 0\nBogoMIPS\t: 50.00\nCPU implementer\t: 0x41\nCPU variant\t: 0x1\nCPU part\t: 0xd40\n"
     assert named(arm)[0] == "implementer 0x41, part 0xd40, variant 0x1"
@@ -459,7 +459,7 @@ def test_processors_of_one_name_have_identities_of_their_own(monkeypatch, tmp_pa
 
     (tmp_path / "cpuinfo").write_text("model name\t: AMD EPYC\ncpu family\t: 25\nmodel\t\t: 17\nstepping\t: 1\n")
     monkeypatch.setattr(module, "Path", lambda _: tmp_path / "cpuinfo")
-    monkeypatch.setattr(module, "_name_and_identity", module._read_name_and_identity)
+    monkeypatch.setattr(module, "_name_and_identity", module._name_and_identity.__wrapped__)
     one = processor()
     assert (one.name, one.identity) == ("AMD EPYC", "family 25, model 17, stepping 1")
     assert one.as_dict()["identity"] == one.identity

@@ -738,28 +738,6 @@ def test_what_is_no_number_is_beyond_the_limit(bpe_run, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_finished_export_is_pushed_and_one_that_cannot_be_stays(run, tmp_path, monkeypatch):
-    import huggingface_hub
-
-    calls = []
-
-    class Api:
-        def create_repo(self, name, **how):
-            calls.append((name, how))
-
-        def upload_folder(self, repo_id, folder_path, **_):
-            calls.append((repo_id, sorted(path.name for path in folder_path.iterdir())))
-
-    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
-    export(run, "adapter", out=tmp_path / "a", push="me/policy")
-    assert calls[0] == ("me/policy", {"private": True, "exist_ok": True})
-    assert {"README.md", "adapter_config.json", "adapter_model.safetensors", "export.json"} <= set(calls[1][1])
-    monkeypatch.setattr(Api, "upload_folder", lambda *_, **__: (_ for _ in ()).throw(OSError("no network")))
-    with pytest.raises(ExportError, match=r"pushing to me/policy: no network. The export is complete in .*hf upload"):
-        export(run, "adapter", out=tmp_path / "b", push="me/policy")
-    assert (tmp_path / "b" / "README.md").is_file()
-
-
 def test_a_modelfile_says_of_no_template_that_it_is_in_the_file_which_is_not(tmp_path):
     """transformers takes several templates by name; of those none is written."""
     from types import SimpleNamespace

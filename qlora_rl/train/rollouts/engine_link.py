@@ -185,7 +185,11 @@ def link_policy(
                 "pushes are not verified: %s", "canary_every=0" if not canary_every else "another base is allowed"
             )
         if args.vllm_enable_sleep_mode and not can_sleep:
-            _warn_awake(engine)
+            logger.warning(
+                "vllm_enable_sleep_mode=True: %s cannot sleep, it stays awake; before vLLM 0.31 no engine sleeps that "
+                "lends its base",
+                engine.capabilities().name,
+            )
     except BaseException:
         products.close()
         release(strategy, choice.closer(engine))
@@ -208,14 +212,6 @@ def _canary(
     begin("calibrating the check of pushes")
     canary.calibrate()
     return canary
-
-
-def _warn_awake(engine: RolloutEngine) -> None:
-    logger.warning(
-        "vllm_enable_sleep_mode=True: %s cannot sleep, it stays awake; before vLLM 0.31 no engine sleeps that lends "
-        "its base",
-        engine.capabilities().name,
-    )
 
 
 def _transport(name: str, sync_dir: str | os.PathLike[str] | None, engine: RolloutEngine) -> Any:
