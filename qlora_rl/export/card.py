@@ -1,4 +1,4 @@
-"""The model card of an export: README.md, and a small picture of the run's curves."""
+"""The model card of an export: README.md."""
 
 from __future__ import annotations
 
@@ -6,20 +6,17 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from qlora_rl.export.check import Distance
 from qlora_rl.inference.trained import TrainedRun, arguments_of
-from qlora_rl.report.charts import Axis, linear_axis, log_axis, smooth, thin_out
 from qlora_rl.report.quantities import plain
 from qlora_rl.report.run import Run, read_run, summarise
 from qlora_rl.train.run import describe_versions
 
-CARD, CURVES, NUMBERS = "README.md", "curves.svg", "export.json"
+CARD, NUMBERS = "README.md", "export.json"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-_WIDTH, _HEIGHT = 720, 150
 
 
 @dataclass(frozen=True)
@@ -37,11 +34,8 @@ class Card:
 
 
 def write_card(card: Card, directory: Path) -> None:
-    """Write README.md, export.json, and curves.svg where the run has curves."""
+    """Write README.md and export.json."""
     run = read_run(card.trained.path)
-    picture = draw_curves(run)
-    if picture:
-        (directory / CURVES).write_text(picture)
     numbers = {
         "run": card.trained.name,
         "to": card.kind,
@@ -53,7 +47,7 @@ def write_card(card: Card, directory: Path) -> None:
         "versions": describe_versions(),
     }
     (directory / NUMBERS).write_text(json.dumps({k: v for k, v in numbers.items() if v is not None}, indent=1) + "\n")
-    (directory / CARD).write_text(_text(card, run, has_curves=bool(picture)))
+    (directory / CARD).write_text(_text(card, run))
 
 
 def _where_base_is(card: Card) -> str:
@@ -68,7 +62,7 @@ def _where_base_is(card: Card) -> str:
     )
 
 
-def _text(card: Card, run: Run, *, has_curves: bool) -> str:
+def _text(card: Card, run: Run) -> str:
     trained, base = card.trained, card.trained.base
     parts = [
         _front_matter(card),
@@ -82,8 +76,6 @@ def _text(card: Card, run: Run, *, has_curves: bool) -> str:
         "## The run",
         _table(["", ""], _run_rows(card, run)),
     ]
-    if has_curves:
-        parts.append(f"![{' and '.join(title for title, _, _ in _panels(run))} over the steps of the run]({CURVES})")
     heads, steps = _steps(run)
     if steps:
         parts.append(_table(heads, steps))
@@ -235,62 +227,3 @@ def _version_rows(trained: Any) -> list[tuple[str, str, str]]:
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [heads, ["---"] * len(heads), *rows]
     return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
-
-
-def draw_curves(run: Run) -> str:
-    """Reward and mismatch KL over the steps, or the loss, as one SVG; "" where there is nothing to draw."""
-    panels = _panels(run)
-    if not panels:
-        return ""
-    height = _HEIGHT * len(panels)
-    sampled = [_panel(title, run.steps, values, axis, i * _HEIGHT) for i, (title, values, axis) in enumerate(panels)]
-    style = (
-        "text{font:11px system-ui,sans-serif;fill:#6b7280}.raw{fill:none;stroke:#0a66a8;stroke-width:1;opacity:.35}"
-        ".smooth{fill:none;stroke:#0a66a8;stroke-width:2}.grid{stroke:#9ca3af;stroke-width:.5;opacity:.5}"
-        "@media(prefers-color-scheme:dark){.raw,.smooth{stroke:#62b6f0}}"
-    )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" '
-        'role="img">'
-        f"<title>{escape(run.name)}: {' and '.join(title for title, _, _ in panels)} over training steps</title>"
-        f"<style>{style}</style>{''.join(sampled)}</svg>\n"
-    )
-
-
-def _panels(run: Run) -> list[tuple[str, list[float | None], Any]]:
-    """Title, values and axis of each."""
-    of_rollouts = (("Reward", "reward", linear_axis), ("mismatch KL", "mismatch_kl", log_axis))
-    known = of_rollouts if run.is_online else (("Loss", "loss", linear_axis),)
-    return [(title, run.column(name), axis) for title, name, axis in known if len(run.values(name)) > 1]
-
-
-def _panel(title: str, steps: Sequence[float], values: Sequence[float | None], make_axis: Any, top: int) -> str:
-    left, right, upper, lower = 56, _WIDTH - 10, top + 20, top + _HEIGHT - 22
-    up: Axis = make_axis([v for v in values if v is not None])
-    across = linear_axis(list(steps), 6, is_whole=True, is_snug=True)
-
-    def line(x: Sequence[float], y: Sequence[float | None], name: str) -> str:
-        points = [
-            f"{left + across.place(u) * (right - left):.1f},{lower - up.place(v) * (lower - upper):.1f}"
-            for u, v in zip(x, y, strict=True)
-            if v is not None
-        ]
-        return f'<polyline class="{name}" points="{" ".join(points)}"/>'
-
-    marks = [up.ticks[0], up.ticks[-1]]
-    grid = "".join(
-        f'<line class="grid" x1="{left}" x2="{right}" y1="{(y := lower - up.place(t) * (lower - upper)):.1f}" '
-        f'y2="{y:.1f}"/><text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{escape(plain(t))}</text>'
-        for t in marks
-    )
-    ends = "".join(
-        f'<text x="{x}" y="{lower + 15}" text-anchor="{anchor}">{escape(label)}</text>'
-        for x, anchor, label in ((left, "start", f"step {plain(steps[0])}"), (right, "end", plain(steps[-1])))
-    )
-    window = max(5, len(values) // 20 | 1)
-    averaged = smooth(values, window, lambda near: sum(near) / len(near))
-    return (
-        f'<text x="{left}" y="{top + 13}">{escape(title)}</text>{grid}{ends}'
-        + line(*thin_out(steps, values), "raw")
-        + line(*thin_out(steps, averaged), "smooth")
-    )
