@@ -75,7 +75,11 @@ class InspectedAdapter:
         """Those that carry the adapter as LoRA (AdaLoRA's are a kind of them, but another method)."""
         if self.method != "LORA":
             return {}
-        return {name: layer for name, layer in self.tuned.items() if _carries(layer, self.adapter)}
+        return {
+            name: layer
+            for name, layer in self.tuned.items()
+            if is_lora_layer(layer) and (self.adapter in layer.lora_A or self.adapter in layer.lora_embedding_A)
+        }
 
     @cached_property
     def replaced(self) -> dict[str, Any]:
@@ -121,10 +125,6 @@ def _tensors(held: Any) -> Iterator[tuple[str, torch.Tensor]]:
         yield "", held
     elif isinstance(held, torch.nn.Module):
         yield from ((f".{name}", tensor) for name, tensor in held.named_parameters())
-
-
-def _carries(layer: Any, adapter: str) -> bool:
-    return is_lora_layer(layer) and (adapter in layer.lora_A or adapter in layer.lora_embedding_A)
 
 
 def is_lora_layer(layer: Any) -> bool:

@@ -283,10 +283,6 @@ def _make_base(run: RunDirectory, say: Callable[[str], None], show_progress: boo
     return base
 
 
-def _on_ray(settings: DemoSettings) -> dict[str, Any]:
-    return {"replicas": 2} if settings.rollout == "ray" else {}
-
-
 def _arguments(settings: DemoSettings, run: RunDirectory, *, on_gpu: bool) -> dict[str, Any]:
     """Of GRPOConfig."""
     return dict(
@@ -354,7 +350,11 @@ def make_trainer(
             existing_run="continue",
             rollout=settings.rollout,
             routing_replay=settings.routing_replay,
-            engine_options={"use_tqdm_on_load": False, **_on_ray(settings), **(engine_options or {})},
+            engine_options={
+                "use_tqdm_on_load": False,
+                **({"replicas": 2} if settings.rollout == "ray" else {}),
+                **(engine_options or {}),
+            },
             **arguments,
         )
     else:
@@ -447,10 +447,6 @@ def _write_report(run: Path, against: Sequence[str | os.PathLike[str]], say: Cal
     say(f"     report: {write_report(run, [Path(a) for a in against])}")
 
 
-def _is_an_error(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR
-
-
 def quieten() -> None:
     """Keep the libraries' chatter off the screen; warnings that matter are raised as errors by our own code."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -460,7 +456,9 @@ def quieten() -> None:
     # Ray, where it is installed, asks for ipywidgets in a notebook.
     for name in ("vllm", "transformers", "bitsandbytes", "trl", "accelerate", "ray.widgets.util"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    logging.getLogger("DeepSpeed").addFilter(_is_an_error)  # its import sets its level
+    logging.getLogger("DeepSpeed").addFilter(
+        lambda record: record.levelno >= logging.ERROR
+    )  # its import sets its level
     import transformers
 
     transformers.logging.set_verbosity_error()

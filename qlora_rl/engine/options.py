@@ -177,7 +177,10 @@ def start_options(
         "worker_extension_cls": "qlora_rl.engine.worker.BaseExtension",
     }
     if is_cpu or both_ways:
-        arguments |= _whole_prompts(length)
+        # No prompt is split over steps. An image whose tokens attend to each other must not be. On a CPU no prompt
+        # must: it has its seed's generator set back, which torch's CPU generators cannot do, and vLLM 0.31 raises.
+        # Remove when it does not.
+        arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(_STEP_TOKENS, length)}
     arguments |= _slots(rank, max_loras, base) if rank else {}
     arguments |= _worker(config, prepared, is_cpu=is_cpu, both_ways=both_ways, base_compute=base_compute)
     if prepared.spec.quantize_experts and not is_cpu:
@@ -218,15 +221,6 @@ def _length(config: Any, given: int | None, vllm_options: dict[str, Any]) -> int
     check_function(config, given, doing="starting vLLM")
     note_function(config)
     return given or engine_positions(config)
-
-
-def _whole_prompts(length: int) -> dict[str, Any]:
-    """Arguments with which no prompt is split over steps.
-
-    An image whose tokens attend to each other must not be. On a CPU no prompt must: it has its seed's generator set
-    back, which torch's CPU generators cannot do, and vLLM 0.31 raises. To be removed when it does not.
-    """
-    return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(_STEP_TOKENS, length)}
 
 
 def _memory(kv_cache_gib: float | None, share: float, vllm_options: Mapping[str, Any]) -> dict[str, Any]:

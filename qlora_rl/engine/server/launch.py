@@ -288,10 +288,11 @@ class _Server:
             break
         self.is_ready = True
         sequences = self.start.arguments["max_num_seqs"]
+        takes = "full weights" if about["takes_dense"] else f"rank <= {about['max_lora_rank']}"
         begin("")
         print(
             f"qlora-rl: serving {self.base} at {self.url}; base {about['base'][:16]} ({about['repaired']} weights got "
-            f"their exact scales back); {_takes(about)}, length <= {about['max_model_length']}, {sequences} sequences, "
+            f"their exact scales back); {takes}, length <= {about['max_model_length']}, {sequences} sequences, "
             f"bodies <= {about['max_body_bytes'] / _MIB:.0f} MiB; key in {self.key_path}"
             + ("" if self.bundle is None else '; the trained model is "policy"'),
             flush=True,
@@ -301,10 +302,6 @@ class _Server:
             staged = Path(f"{self.ready_file}.staged")
             staged.write_text(json.dumps(found))
             os.replace(staged, self.ready_file)
-
-
-def _takes(about: dict[str, Any]) -> str:
-    return "full weights" if about["takes_dense"] else f"rank <= {about['max_lora_rank']}"
 
 
 def _measure(policy: Any) -> None:
