@@ -95,30 +95,6 @@ class AdapterReceiver:
             is_new, self._reported = self._applied != self._reported, self._applied
             return is_new
 
-    def apply_weights(self, weights: Any, inplace: bool = True) -> None:
-        """Serve an adapter that did not come from a sender, as the next version; it is not verified, and no poll
-        reports it.
-
-        Args:
-            weights: an `AdapterBundle`, or its tensors by canonical name, of the metadata that was agreed on.
-            inplace: part of TorchRL's signature; an engine always gets a new version.
-
-        Raises:
-            SyncError: they are not what was agreed on, or the engine rejected them.
-        """
-        with self._serving:
-            if self._transport is None:
-                raise SyncError("applying weights: no sender has joined. Call init_all_workers_group() first.")
-            tensors = dict(weights.tensors if isinstance(weights, AdapterBundle) else weights.items())
-            for _ in checked(iter(tensors.items()), self._agreed):
-                pass
-            config = weights.config if isinstance(weights, AdapterBundle) else self._config_of(tensors)
-            version = max(self._engine.version, self.version) + 1
-            self._transport.deliver(Received(AdapterBundle(tensors, config)), version, self._engine)
-            self._transport.commit()
-            self._note(version, tensors)
-            self._reported += 1  # the caller knows
-
     def shutdown(self) -> None:
         """Stop listening; the engine goes on serving."""
         with self._serving:
@@ -290,18 +266,6 @@ class AdapterReceiver:
         if self._rejection is not None and not self._open:
             rejection, self._rejection = self._rejection, None
             raise rejection
-
-    def _config_of(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        bundle = AdapterBundle(tensors, {})
-        rank = next(tensor.shape[0] for name, tensor in tensors.items() if name.endswith(".lora_A.weight"))
-        return {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "r": rank,
-            "lora_alpha": rank,
-            "target_modules": sorted(bundle.modules),
-            "bias": "none",
-        }
 
     _METHODS: Mapping[str, Callable[[AdapterReceiver, Message], Any]] = {
         "capabilities": lambda self, q: asdict(self._engine.capabilities()),

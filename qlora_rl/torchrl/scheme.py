@@ -131,10 +131,8 @@ class AdapterSyncScheme(WeightSyncScheme):
         return weights
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
-        """See `AdapterReceiver.apply_weights`."""
-        if self._receiver is None:
-            raise ConfigConflictError("applying weights: this side is not a receiver. Call init_on_receiver first.")
-        self._receiver.apply_weights(weights, inplace)
+        """Not offered: what did not come from a sender is verified by nobody."""
+        raise ConfigConflictError("applying weights: only what a sender pushes is served. Call update_weights() there.")
 
     def shutdown(self) -> None:
         """Close this side."""

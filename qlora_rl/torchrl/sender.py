@@ -111,8 +111,7 @@ class AdapterSender:
         if weights is not None and policy_of(weights) is not model:
             raise ConfigConflictError(
                 f"updating weights: {type(weights).__name__} is not the registered model, against which a push is "
-                "verified. Register the model that is trained and call update_weights(), or hand tensors to the "
-                "receiver's apply_weights()."
+                "verified. Register the model that is trained and call update_weights()."
             )
         self._meet()
         try:

@@ -227,24 +227,6 @@ def test_only_the_registered_model_is_pushed(base32, model, engine):
     assert receiver.version == 1
 
 
-def test_tensors_can_be_applied_by_hand(model, engine):
-    sender, receiver = joined(model, engine)
-    sender.update_weights()
-    move(model, 4)
-    bundle = export_adapter(model, dtype=torch.float32)
-    assert receiver.poll_and_apply(0)
-    receiver.apply_weights(bundle.tensors)
-    assert receiver.version == engine.version == 2
-    assert not receiver.poll_and_apply(0)
-    assert agrees(model, engine)
-    name = next(iter(bundle.tensors))
-    with pytest.raises(SyncError, match="is not what both sides agreed on"):
-        receiver.apply_weights(dict(bundle.tensors) | {name: bundle.tensors[name].bfloat16()})
-    with pytest.raises(SyncError, match="are missing"):
-        receiver.apply_weights({name: bundle.tensors[name]})
-    assert sender.update_weights().version == 3
-
-
 def test_a_sender_that_was_shut_down_pushes_nothing(model, engine):
     sender, receiver = joined(model, engine)
     sender.update_weights()
