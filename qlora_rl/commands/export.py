@@ -34,8 +34,8 @@ def add(commands: Any) -> None:
     export.add_argument(
         "--dtype",
         choices=["bfloat16", "float16", "float32", "q8_0", "q4_k_m"],
-        help="dtype of merged weights (default: the base's compute dtype); the last two for gguf, q4_k_m through "
-        "llama-quantize",
+        help="dtype of merged weights (default: the base's compute dtype); the last two for gguf, q4_k_m through an "
+        "installed llama.cpp",
     )
     export.add_argument(
         "--original", metavar="MODEL", help="original model, for merged-original (default: the base's source)"
@@ -65,6 +65,9 @@ def add(commands: Any) -> None:
     export.add_argument(
         "--shard-gb", type=POSITIVE, default=4.0, metavar="GB", help="size limit of a file (default: %(default)s)"
     )
+    export.add_argument(
+        "--on", type=existing, metavar="F.gguf", help="with gguf-adapter: another base, on which it is measured as well"
+    )
     export.add_argument("--json", action="store_true", help="print JSON")
     export.set_defaults(run=run)
 
@@ -92,6 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
         max_kl=arguments.max_kl,
         check=arguments.check,
         shard_gb=arguments.shard_gb,
+        on=arguments.on,
     )
     if arguments.json:
         found = {
@@ -100,12 +104,15 @@ def run(arguments: argparse.Namespace) -> int:
             **(done.distance.as_dict() if done.distance is not None else {}),
             "prompts": done.prompts,
         }
+        found["elsewhere"] = {name: each.as_dict() for name, each in done.elsewhere.items()}
         print(json.dumps(found | {"load": done.load}, indent=1))
         return 0
     told = "not checked" if done.distance is None else f"{done.distance} (prompts: {done.prompts})"
     print(f"{done.path}: written; {told}")
     if done.accepted is not None:
         print(f"  as close as 16-bit rounding allows; a mean KL up to {done.accepted:.1e} per token was accepted")
+    for name, each in done.elsewhere.items():
+        print(f"  {name}: {each}")
     for name, line in done.load.items():
         print(f"  {name}: {line}")
     return 0

@@ -31,6 +31,8 @@ class Card:
     prompts: str
     load: dict[str, str]
     original: str | None
+    elsewhere: dict[str, Distance]
+    far: str | None
 
 
 def write_card(card: Card, directory: Path) -> None:
@@ -43,6 +45,8 @@ def write_card(card: Card, directory: Path) -> None:
         "form": card.form if card.kind == "adapter" else None,
         "base_identity": card.trained.base.identity,
         "distance": None if card.distance is None else card.distance.as_dict(),
+        "elsewhere": {name: found.as_dict() for name, found in card.elsewhere.items()} or None,
+        "warning": card.far,
         "prompts": card.prompts,
         "versions": describe_versions(),
     }
@@ -73,6 +77,7 @@ def _text(card: Card, run: Run) -> str:
         + _where_base_is(card),
         "## Is it the policy that was trained?",
         *_distance(card),
+        *_elsewhere(card),
         "## The run",
         _table(["", ""], _run_rows(card, run)),
     ]
@@ -116,6 +121,29 @@ def _distance(card: Card) -> list[str]:
             ],
         ),
     ]
+
+
+def _elsewhere(card: Card) -> list[str]:
+    """What llama.cpp itself computes, where it was asked; otherwise that it was not."""
+    if not card.kind.startswith("gguf") or card.distance is None:
+        return []
+    if not card.elsewhere:
+        return [
+            "Measured by transformers' reader. llama.cpp itself was not installed, so what it computes was not "
+            "measured."
+        ]
+    rows = [
+        (name, f"{found.kl_mean:.2e}", f"{found.kl_max:.2e}", f"{found.agreement:.2%}")
+        for name, found in card.elsewhere.items()
+    ]
+    own = (
+        "The trained policy is the adapter on the first of these bases; on another base it is another function."
+        if len(rows) > 1
+        else ""
+    )
+    mark = f"**Warning: {card.far}**" if card.far else ""
+    found = _table(["computed by", "mean KL", "worst token", "same likeliest token"], rows)
+    return [*([mark] if mark else []), found, *([own] if own else [])]
 
 
 def _front_matter(card: Card) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,7 @@ class Witness:
             return
         begin("scoring it in float32")
         try:
-            with in_float32(policy, max(len(ids) for ids, _ in self._cases)):
+            with in_float32(policy, self.longest):
                 self.rounding = self._distance_of(_logprobs(policy, self._cases)).kl_mean
         except NotComparedError as why:
             logger.warning(
@@ -106,10 +106,24 @@ class Witness:
         """N."""
         return sum(len(logprobs_NV) for logprobs_NV in self._logprobs_NV)
 
+    @property
+    def vocabulary(self) -> int:
+        """V."""
+        return self._logprobs_NV[0].shape[1]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(len(ids) for ids, _ in self._cases)
+
     def distance(self, model: Any, *, autocast: str | None = None) -> Distance:
         """How far a model is from the policy."""
         with precision(model, autocast):
             return self._distance_of(_logprobs(model, self._cases))
+
+    def distance_of(self, logprobs: Callable[[list[int], int], torch.Tensor]) -> Distance:
+        """How far something is that gives [N, V] natural logs of every token of some ids from a place on."""
+        return self._distance_of(logprobs(ids, start) for ids, start in self._cases)
 
     def _distance_of(self, logprobs: Iterable[torch.Tensor]) -> Distance:
         found, agreed = [], 0

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import re
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -27,9 +28,10 @@ from qlora_rl.base.model_classes import directory_takes_images
 from qlora_rl.base.writer import write_ends, write_weights
 from qlora_rl.contracts import rank_class
 from qlora_rl.errors import AdapterRejectedError, ConfigConflictError, ExportError
+from qlora_rl.export import llama_cpp
 from qlora_rl.export.card import Card, write_card
 from qlora_rl.export.check import Distance, Witness, choose_prompts
-from qlora_rl.export.llama_cpp import quantise
+from qlora_rl.export.elsewhere import in_llama_cpp, on_base, too_far
 from qlora_rl.inference.trained import TrainedRun, load_plain, open_trained
 from qlora_rl.stages import begin, ended, remark
 
@@ -54,6 +56,8 @@ class Export:
         distance: from the trained policy, of what was loaded again from `path`; `None` where that was not checked.
         prompts: where the prompts of that comparison are from.
         load: one line each that load it, by name of the library.
+        elsewhere: distances of what llama.cpp computes, by what it was loaded on; empty where it is not installed, and
+            of other kinds.
         accepted: largest mean KL that was accepted, where the policy's own 16-bit rounding has raised it; otherwise
             `None`.
     """
@@ -63,6 +67,7 @@ class Export:
     distance: Distance | None
     prompts: str
     load: dict[str, str]
+    elsewhere: dict[str, Distance] = field(default_factory=dict)
     accepted: float | None = None
 
 
@@ -81,6 +86,7 @@ def export_run(
     max_kl: float | None = None,
     check: bool = True,
     shard_gb: float = 4.0,
+    on: str | os.PathLike[str] | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Export:
     """Export what a run has trained; the result is loaded again, and its distance from the policy stands in its
@@ -106,6 +112,7 @@ def export_run(
         check: load it again and compare; without it nothing says that it is the policy. Of a large model it takes most
             of the time.
         shard_gb: largest file of weights, in 10^9 bytes.
+        on: GGUF file of another base on which "gguf-adapter" will be served: its distance is measured, too.
         say: gets a line for people before each stage; by default it is logged.
 
     Raises:
@@ -115,7 +122,7 @@ def export_run(
         ExportError: what was loaded again is not the policy; nothing is left.
         NotYetSupportedError: GGUF of this model; names the way out.
     """
-    wish = _Wish(to, form, dtype, original, data, prompts, max_kl, check, shard_gb)
+    wish = _Wish(to, form, dtype, original, data, prompts, max_kl, check, shard_gb, on)
     wish.check_all()
     say, note = say or begin, say or remark
     trained = open_trained(run, base=base)
@@ -145,10 +152,11 @@ class _Wish:
     max_kl: float | None
     check: bool
     shard_gb: float
+    on: str | os.PathLike[str] | None
 
     def check_all(self) -> None:
         """Raise `ConfigConflictError` where arguments contradict each other."""
-        to, form, dtype = self.to, self.form, self.dtype
+        to, form, dtype, on = self.to, self.form, self.dtype, self.on
         if to not in KINDS:
             raise ConfigConflictError(f"exporting: to={to!r} is not one of {', '.join(KINDS)}.")
         if form not in FORMS:
@@ -163,8 +171,18 @@ class _Wish:
             raise ConfigConflictError("exporting: an adapter keeps the dtype that it was trained in. Leave dtype out.")
         if to != "merged-original" and self.original is not None:
             raise ConfigConflictError(f"exporting: original={os.fspath(self.original)!r} is for --to merged-original.")
-        if not self.check and self.max_kl is not None:
-            raise ConfigConflictError("exporting: max_kl is for the check, which check=False (--no-check) leaves out.")
+        if on is not None and (to != "gguf-adapter" or not Path(on).is_file()):
+            raise ConfigConflictError(
+                f"exporting: on={os.fspath(on)!r} must be the GGUF file of a base, with --to gguf-adapter."
+            )
+        if not self.check and (on is not None or self.max_kl is not None):
+            raise ConfigConflictError(
+                "exporting: on and max_kl are for the check, which check=False (--no-check) leaves out."
+            )
+        if on is not None and not llama_cpp.is_installed():
+            raise ConfigConflictError(
+                f"exporting: what the adapter is on {on} is measured by llama.cpp. Install it: {llama_cpp.INSTALL}"
+            )
         if self.prompts < 1 or not self.shard_gb > 0:
             raise ConfigConflictError(
                 f"exporting: prompts={self.prompts} and shard_gb={self.shard_gb:g}: both must be above 0."
@@ -235,35 +253,39 @@ def _export(
         _forget()
     elif to == "gguf-adapter":
         _write_gguf_adapter(trained, tokenizer, staging, dtype)
-    distance, accepted = None, None
+    compared: tuple[Distance | None, dict[str, Distance], str | None, float | None] = None, {}, None, None
     if wish.check:
-        distance, accepted = _compared(trained, witness, ids, staging, wish, say=say)
+        compared = _compared(trained, tokenizer, witness, ids, staging, wish, say=say, note=note)
+    distance, elsewhere, far, accepted = compared
     load = _lines(trained, staging, to, name=target.name, base=trained.base.path.name)
     source = None if wish.original is None else str(wish.original)
-    write_card(Card(trained, to, dtype, wish.form, distance, where, load, source), staging)
+    write_card(Card(trained, to, dtype, wish.form, distance, where, load, source, elsewhere, far), staging)
     staging.chmod(0o755)
     _settle(staging)
     if target.exists():
         raise ConfigConflictError(f"exporting to {target}: it was created meanwhile. Choose another --out.")
     here = _lines(trained, staging, to, name=str(target.resolve()), base=str(trained.base.path.resolve()))
-    return Export(target, to, distance, where, here, accepted)
+    return Export(target, to, distance, where, here, elsewhere, accepted)
 
 
 def _compared(
     trained: TrainedRun,
+    tokenizer: Any,
     witness: Witness | None,
     ids: list[list[int]],
     staging: Path,
     wish: _Wish,
     *,
     say: Callable[[str], None],
-) -> tuple[Distance, float | None]:
-    """The distance of what was written, and the mean KL up to which it was accepted where that is more than usual.
+    note: Callable[[str], None],
+) -> tuple[Distance, dict[str, Distance], str | None, float | None]:
+    """The distance of what was written, those in llama.cpp, a warning where an adapter on another base is another
+    function, and the mean KL up to which it was accepted where that is more than usual.
 
     Raises:
         ExportError: it is not the policy.
     """
-    to, dtype, max_kl = wish.to, str(wish.dtype), wish.max_kl
+    to, dtype, on, max_kl = wish.to, str(wish.dtype), wish.on, wish.max_kl
     if witness is None:
         say("computing the policy in float32")
         witness = _exact_witness(trained, ids, staging.parent)
@@ -272,17 +294,31 @@ def _compared(
     distance = witness.distance(again, autocast=trained.autocast if to == "adapter" else None)
     del again
     _forget()
+    elsewhere = in_llama_cpp(trained, tokenizer, witness, staging, to, on, note) if to.startswith("gguf") else {}
     limit = max_kl if max_kl is not None else _limit(to, dtype, witness.rounding)
-    if not distance.kl_mean <= limit:  # nor what is not a number
+    own = {name: found for name, found in elsewhere.items() if on is None or name != on_base(on)}
+    # What is not a number is beyond any limit.
+    worst = max([distance, *own.values()], key=lambda found: (math.isnan(found.kl_mean), found.kl_mean))
+    if not worst.kl_mean <= limit:
         plain = "; without rounding: --dtype float32" if to in ("merged", "gguf") and dtype != "float32" else ""
         raise ExportError(
-            f"exporting {trained.path} as {to}: {distance}, above the limit of {limit:.2g} (16-bit rounding of this "
+            f"exporting {trained.path} as {to}: {worst}, above the limit of {limit:.2g} (16-bit rounding of this "
             f"policy: {witness.rounding:.2g}). Nothing was written. Another limit: --max-kl{plain}."
         )
     accepted = None
     if max_kl is None and limit > _limit(to, dtype, 0.0):
         accepted = limit
-    return distance, accepted
+    far = (
+        None
+        if on is None or elsewhere[on_base(on)].kl_mean <= limit
+        else too_far(on, elsewhere[on_base(on)], limit, trained.base.spec.is_4bit)
+    )
+    if far is not None:
+        if note is remark:
+            remark(far, warns=True)
+        else:
+            note(f"WARNING: {far}")
+    return distance, elsewhere, far, accepted
 
 
 def _limit(to: str, dtype: str, rounding: float) -> float:
@@ -344,7 +380,7 @@ def _write_gguf(trained: TrainedRun, policy: Any, tokenizer: Any, staging: Path,
         with tempfile.TemporaryDirectory(prefix=".whole-", dir=staging.parent) as room:
             whole = Path(room) / "whole.gguf"
             write_gguf(policy, trained.base, tokenizer, whole, "bfloat16", name=trained.name, ends=trained.ends)
-            quantise(whole, file, dtype)
+            llama_cpp.quantise(whole, file, dtype)
     else:
         write_gguf(policy, trained.base, tokenizer, file, dtype, name=trained.name, ends=trained.ends)
     write_modelfile(staging, tokenizer, model=f"./{file.name}", ends=trained.ends)

@@ -719,16 +719,68 @@ def test_eight_bits_are_close_and_four_need_llama_cpp(bpe_run, tmp_path, monkeyp
     done = export(bpe_run, "gguf", out=tmp_path / "a", dtype="q8_0")
     assert LIMIT_FLOAT32 < done.distance.kl_mean < LIMITS["q8_0"]
     assert f"FROM ./{next(done.path.glob('*.gguf')).name}" in (done.path / "Modelfile").read_text()
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(MissingDependencyError, match="q4_k_m"):
+    with pytest.raises(MissingDependencyError, match=r"q4_k_m.*pip install llama-cpp-python"):
         export(bpe_run, "gguf", out=tmp_path / "b", dtype="q4_k_m")
+    with pytest.raises(ConfigConflictError, match=r"measured by llama\.cpp"):
+        export(bpe_run, "gguf-adapter", out=tmp_path / "c", on=next(done.path.glob("*.gguf")))
+    said = []
+    without = export(bpe_run, "gguf", out=tmp_path / "d", dtype="q8_0", say=said.append)
+    assert without.elsewhere == {}
+    assert any("llama.cpp itself was not asked" in line for line in said)
+    assert "llama.cpp itself was not installed" in (without.path / "README.md").read_text()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "q8_0", "q4_k_m"])
+def test_llama_cpp_computes_the_policy(bpe_run, tmp_path, dtype):
+    pytest.importorskip("gguf")
+    pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python, which compiles llama.cpp")
+    done = export(bpe_run, "gguf", out=tmp_path / "a", dtype=dtype)
+    limit = LIMITS.get(dtype, LIMIT)
+    assert done.distance.kl_mean < limit
+    assert 0 < done.elsewhere["llama.cpp"].kl_mean < limit
+    assert f"| llama.cpp | {done.elsewhere['llama.cpp'].kl_mean:.2e} |" in (done.path / "README.md").read_text()
+
+
+def test_llama_cpp_applies_the_adapter_and_another_base_is_told_apart(bpe_run, tmp_path):
+    pytest.importorskip("gguf")
+    pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python, which compiles llama.cpp")
+    other = prepare_base(
+        make_bpe_model(tmp_path / "model", open_trained(bpe_run).load().config.model_type, seed=5),
+        out=tmp_path / "other",
+    )
+    foreign = export(make_run(other, tmp_path / "run"), "gguf", out=tmp_path / "foreign", dtype="q8_0")
+    assert other.identity != open_trained(bpe_run).base.identity
+    file, said = next(foreign.path.glob("*.gguf")), []
+    done = export(bpe_run, "gguf-adapter", out=tmp_path / "a", dtype="float32", on=file, say=said.append)
+    own, elsewhere = done.elsewhere.values()
+    assert own.kl_mean < LIMIT
+    assert elsewhere.kl_mean > 100 * LIMIT  # measured: 0.45 to 1.9
+    mark = f"on {file.name} this adapter is not the trained policy: mean KL {elsewhere.kl_mean:.2e}"
+    assert any(line.startswith(f"WARNING: {mark}") for line in said)
+    assert f"**Warning: {mark}" in (done.path / "README.md").read_text()
+    assert mark in json.loads((done.path / "export.json").read_text())["warning"]
+    near = export(bpe_run, "gguf-adapter", out=tmp_path / "b", dtype="float32", on=file, max_kl=10.0)
+    assert "Warning" not in (near.path / "README.md").read_text()
+
+
+def test_a_base_of_another_vocabulary_is_rejected_by_its_size(bpe_run, tmp_path):
+    pytest.importorskip("gguf")
+    pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python, which compiles llama.cpp")
+    architecture = open_trained(bpe_run).load().config.model_type
+    other = prepare_base(make_bpe_model(tmp_path / "model", architecture, spare=0), out=tmp_path / "other")
+    foreign = export(make_run(other, tmp_path / "run"), "gguf", out=tmp_path / "foreign", dtype="q8_0")
+    with pytest.raises(ExportError, match=r"320 tokens and the policy 328.*another vocabulary"):
+        export(bpe_run, "gguf-adapter", out=tmp_path / "a", on=next(foreign.path.glob("*.gguf")))
+    assert not (tmp_path / "a").exists()
 
 
 def test_what_is_no_number_is_beyond_the_limit(bpe_run, tmp_path, monkeypatch):
     pytest.importorskip("gguf")
-    monkeypatch.setattr(
-        "qlora_rl.export.check.Witness.distance", lambda *_, **__: Distance(float("nan"), float("nan"), 0.0, 1)
-    )
+    from qlora_rl.export import job
+
+    monkeypatch.setattr(job, "in_llama_cpp", lambda *_: {"llama.cpp": Distance(float("nan"), float("nan"), 0.0, 1)})
     with pytest.raises(ExportError, match="above the limit"):
         export(bpe_run, "gguf", out=tmp_path / "a", dtype="q8_0")
     assert list(tmp_path.iterdir()) == []

@@ -31,6 +31,7 @@ OWNERS = {
     "vllm_bnb_plugin": {"engine"},
     "trl": {"train", "demo"},
     "gguf": {"export"},
+    "llama_cpp": {"export"},
     "triton": {"engine"},
     "torchrl": {"torchrl"},
     "tensordict": {"torchrl"},

@@ -33,7 +33,7 @@ def test_a_number_out_of_range_is_bad_usage(words, said, capsys):
 @pytest.mark.parametrize(
     "words",
     [
-        "judge X", "judge . --base X", "export X", "export . --base X", "export . --data X",
+        "judge X", "judge . --base X", "export X", "export . --base X", "export . --data X", "export . --on X",
         "report . X", "chat X", "chat . --base X",
         "eval X", "eval . --data X", "eval . --base X",
     ],
