@@ -46,8 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
         datasets.disable_progress_bars()
         from qlora_rl.config.launch import check_talks, load_tokenizer, trl_config
         from qlora_rl.config.read import read_config
-        from qlora_rl.config.schema import METHODS
         from qlora_rl.data.load import TEMPLATE_COLUMN, load_data
+        from qlora_rl.methods import METHODS
 
         config = read_config(arguments.file, arguments.overrides)
         args = trl_config(config)

@@ -147,9 +147,9 @@ def _look(arguments: argparse.Namespace) -> int:
         from qlora_rl.config.launch import check_model, check_talks, load_tokenizer, make_base, trl_config
         from qlora_rl.config.read import read_config
         from qlora_rl.config.rewards import load_reward
-        from qlora_rl.config.schema import METHODS
         from qlora_rl.data.load import TEMPLATE_COLUMN, load_data
         from qlora_rl.inference.first_look import look_at_base
+        from qlora_rl.methods import METHODS
         from qlora_rl.stages import begin
         from qlora_rl.train.metrics.rewards import check_signature
         from qlora_rl.train.setup.settings import check_prompts, sampling_spec

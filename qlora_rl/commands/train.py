@@ -14,13 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qlora_rl.commands.codes import INTERRUPTED, UsageError
+from qlora_rl.methods import METHODS
 
 if TYPE_CHECKING:
     from qlora_rl.config.schema import RunConfig
     from qlora_rl.train.run import RunLog
-
-# Those of `config.schema.METHODS`, which parsing does not import; a test compares them.
-METHODS = ("sft", "dpo", "kto", "grpo", "rloo", "online_dpo", "async_grpo", "distill")
 
 
 def add(commands: Any) -> None:

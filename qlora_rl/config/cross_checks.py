@@ -7,13 +7,15 @@ from typing import Any, NamedTuple
 
 from qlora_rl.config.findings import Finding, show
 from qlora_rl.config.rewards import column_of
-from qlora_rl.config.schema import METHODS, TABLES, TAUGHT, WHOLE, Adapter, RunConfig, Table, applies, options
+from qlora_rl.config.schema import TABLES, Adapter, RunConfig, Table, applies, options
 from qlora_rl.data.files import is_file, known_columns
 from qlora_rl.data.known import check_subset
 from qlora_rl.data.load import column_problems, columns_after, teacher_problems
+from qlora_rl.methods import AHEAD, METHODS, TAUGHT, select
 
 _ENGINE = ("base_compute", "max_num_seqs", "kv_cache_gib", "enforce_eager", "enable_prefix_caching", "vllm")
 _TABLES = tuple(name for name in TABLES if name != "rewards")
+_ADAPTERS_ONLY = select(lambda method: not method.trains_all)
 _LORA = tuple(name for name in options(Adapter) if name not in ("kind", "start_from", "dtype"))
 
 
@@ -73,13 +75,13 @@ _RULES = (
     _Rule(
         "adapter",
         ("kind",),
-        lambda c: c.adapter.kind == "none" and c.method not in ("", *WHOLE),
+        lambda c: c.adapter.kind == "none" and c.method in _ADAPTERS_ONLY,
         "method = {c.method!r} trains adapters only. Use kind = 'lora'",
     ),
     _Rule(
         "adapter",
         ("kind",),
-        lambda c: c.adapter.kind == "none" and c.method in ("", *WHOLE) and c.sync.how != "weights",
+        lambda c: c.adapter.kind == "none" and c.method not in _ADAPTERS_ONLY and c.sync.how != "weights",
         "with 'none' all weights are trained and have to be synced. Set [sync] how = 'weights'",
     ),
     _Rule(
@@ -173,8 +175,8 @@ _RULES = (
     _Rule(
         "train",
         ("vllm_enable_sleep_mode",),
-        lambda c: c.method == "async_grpo" and c.train["vllm_enable_sleep_mode"] is True,
-        "the engine of method = 'async_grpo' generates all the time and cannot sleep. Remove it",
+        lambda c: c.method in AHEAD and c.train["vllm_enable_sleep_mode"] is True,
+        "the engine of method = {c.method!r} generates all the time and cannot sleep. Remove it",
     ),
     _Rule(
         "train",

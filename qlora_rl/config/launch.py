@@ -18,7 +18,7 @@ from qlora_rl.config.directories import RESOLVED, source_line, source_of
 from qlora_rl.config.paths import all_uses, split_reward
 from qlora_rl.config.read import resolved_toml
 from qlora_rl.config.rewards import digest, load_reward, tell_program_tests
-from qlora_rl.config.schema import METHODS, PLANNED, REPLAYING, SCORED, TAUGHT, RunConfig
+from qlora_rl.config.schema import RunConfig
 from qlora_rl.config.trl_fields import make_args
 from qlora_rl.config.write import value
 from qlora_rl.contracts import IMAGES
@@ -28,6 +28,7 @@ from qlora_rl.data.load import TEMPLATE_COLUMN, columns_after, load_data
 from qlora_rl.data.rows import TEACHER_COLUMN
 from qlora_rl.distributed import join, ranks
 from qlora_rl.errors import AdapterRejectedError, ConfigConflictError, NotYetSupportedError, collected
+from qlora_rl.methods import METHODS
 from qlora_rl.stages import begin
 
 if TYPE_CHECKING:
@@ -359,22 +360,23 @@ def load_tokenizer(config: RunConfig) -> Any:
 
 def trainer_arguments(config: RunConfig) -> dict[str, Any]:
     """Arguments that our trainers add to TRL's."""
+    method = METHODS[config.method]
     found: dict[str, Any] = {"adapter_dtype": config.adapter.dtype, "existing_run": config.run.existing}
-    if config.method in PLANNED:
+    if method.is_planned:
         found["gpu_memory"] = config.run.gpu_memory
-    if config.method in SCORED:
+    if method.drops_padding:
         found["remove_padding"] = config.run.remove_padding
-    if config.method in REPLAYING:
+    if method.replays:
         found["routing_replay"] = config.run.routing_replay
-    if config.method in TAUGHT:
+    if method.is_taught:
         teacher = config.teacher
         found |= {"teacher_prompt": TEACHER_COLUMN if teacher.has_prompt else None, "teacher_adapter": teacher.adapter}
         found |= {"teacher_url": teacher.url, "teacher_top_k": teacher.top_k, "teacher_key_file": teacher.api_key_file}
         if teacher.url is not None:
             found["teacher_model"] = teacher.model
-    if config.method == "async_grpo":
+    if method.is_ahead:
         found |= {"max_staleness": config.rollout.max_staleness, "rollout_threads": config.rollout.rollout_threads}
-    if not METHODS[config.method].samples:
+    if not method.samples:
         return found
     rollout, sync = config.rollout, config.sync
     engine = {name: value for name, value in rollout.changed().items() if name not in _NO_ENGINE}
@@ -489,12 +491,11 @@ def _model(config: RunConfig, args: Any) -> tuple[Any, Any]:
     from qlora_rl.train.setup.methods import check_memory
 
     held, adapter = config.base, config.adapter
-    spec, lora = _spec(config), _new_lora(config)
-    if lora is not None and config.method in PLANNED and config.run.gpu_memory != "auto":
+    spec, lora, method = _spec(config), _new_lora(config), METHODS[config.method]
+    if lora is not None and method.is_planned and config.run.gpu_memory != "auto":
         quantization = spec.transformers_config() if spec.is_4bit else {"load_in_4bit": False}
         quantization |= {"quantize_experts": spec.quantize_experts, "quantize_tower": spec.quantize_tower}
-        ours, rests = trainer_arguments(config), config.method != "async_grpo"
-        check_memory(held.model, args, quantization, lora, ours, rests=rests)
+        check_memory(held.model, args, quantization, lora, trainer_arguments(config), rests=not method.is_ahead)
     base = make_base(config)
     if adapter.start_from is None:
         return base, lora

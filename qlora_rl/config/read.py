@@ -16,10 +16,11 @@ from qlora_rl.config.cross_checks import check_together
 from qlora_rl.config.directories import are_several, check_directory, own_directory, usual_directory
 from qlora_rl.config.findings import Finding, nearest, show
 from qlora_rl.config.paths import anchored
-from qlora_rl.config.schema import SAMPLING, TABLES, TRAIN, RunConfig, Table, applies, options
+from qlora_rl.config.schema import TABLES, TRAIN, RunConfig, Table, applies, options
 from qlora_rl.config.write import to_toml
 from qlora_rl.errors import ConfigConflictError, MissingDependencyError, collected
 from qlora_rl.memory.cards import card_size
+from qlora_rl.methods import SAMPLING
 
 
 def read_config(

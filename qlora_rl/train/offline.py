@@ -21,6 +21,7 @@ from qlora_rl.base.model_classes import directory_takes_images, may_take_images
 from qlora_rl.base.writer import embedding_rows
 from qlora_rl.distributed import join
 from qlora_rl.errors import BaseMismatchError, ConfigConflictError, collected
+from qlora_rl.methods import METHODS
 from qlora_rl.stages import begin
 from qlora_rl.train.metrics.measure import StepClock
 from qlora_rl.train.run import CONFIG, StepRecord
@@ -246,7 +247,7 @@ class QLoRASFTTrainer(OfflineTrainer, SFTTrainer):
 
     _tag_names = ["trl", "sft", "qlora-rl"]
     _name = "SFT"
-    _config_name = "sft"
+    _method = METHODS["sft"]
     _takes_ids = True
 
     def _rendered(self, args: Any, *datasets: Any) -> Sequence[Any]:
@@ -332,7 +333,7 @@ class PreferenceTrainer(OfflineTrainer):
     ):
         self.set_up(
             model,
-            args if args is not None else settings.default_args(self._config, f"qlora-{self._config_name}"),
+            args if args is not None else settings.default_args(self._config, f"qlora-{self._method.name}"),
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
@@ -358,7 +359,7 @@ class QLoRADPOTrainer(PreferenceTrainer, DPOTrainer):
 
     _tag_names = ["trl", "dpo", "qlora-rl"]
     _name = "DPO"
-    _config_name = "dpo"
+    _method = METHODS["dpo"]
     _config = DPOConfig
 
     def _outputs(self) -> set[str]:
@@ -375,7 +376,7 @@ class QLoRAKTOTrainer(PreferenceTrainer, KTOTrainer):
 
     _tag_names = ["trl", "kto", "qlora-rl"]
     _name = "KTO"
-    _config_name = "kto"
+    _method = METHODS["kto"]
     _config = KTOConfig
 
     def set_up(self, model: Any, args: KTOConfig, **given: Any) -> None:

@@ -136,14 +136,6 @@ class OnlineTrainer(TrainedRun):
     memory: MemoryBudget | None
     # Of reward functions, where several ranks must agree before one may raise.
     _failures: list[RewardFunctionError] | None = None
-    # The memory estimate knows the trainer's step, in which TRL scores with its fused head.
-    _is_planned = True
-    # Its prompts may hold images.
-    _takes_images = False
-    # The engine generates nothing while the policy is trained.
-    _rests = True
-    # Rollouts are generated ahead, in threads: each rank asks an engine that it shares on its own.
-    _is_ahead = False
 
     def set_up(
         self,
@@ -219,7 +211,7 @@ class OnlineTrainer(TrainedRun):
         check_processes(args, "choosing the engine", is_whole=is_whole)
         peft_config, start = settle(model, peft_config)
         is_shared = isinstance(rollout, str) and (rollout != "colocate" or _ranks_of_engine(args, options) > 1)
-        if is_shared and not self._is_ahead:
+        if is_shared and not self._method.is_ahead:  # whose threads ask it, each rank on its own
             check_turns(args, of_trl)
         return _Asked(
             model,
@@ -245,7 +237,7 @@ class OnlineTrainer(TrainedRun):
                 "and the engine multiplies with the original. Leave it out, or pass allow_base_mismatch=True to train "
                 "on two different bases."
             )
-        why = "" if self._takes_images else f"{type(self).__name__} samples from text prompts only"
+        why = "" if self._method.takes_images else f"{type(self).__name__} samples from text prompts only"
         if ranks().size > 1:
             why = "in several processes it is sampled from text prompts only"
         settings.check_prompts(args, *datasets)
@@ -267,9 +259,9 @@ class OnlineTrainer(TrainedRun):
 
     def _planned(self, asked: _Asked) -> MemoryBudget | None:
         """What the run will hold; what it leaves open in TRL's config is chosen in `asked.args`."""
-        if not self._is_planned:
+        if not self._method.is_planned:
             return None
-        budget = _budget(asked, rests=self._rests)
+        budget = _budget(asked, rests=not self._method.is_ahead)
         budget.set_chosen(asked.args)
         return budget
 
@@ -440,7 +432,7 @@ class OnlineTrainer(TrainedRun):
         """`RoutedSteps` compares the experts that both sides choose."""
 
     def _why_padded(self, options: OnlineOptions) -> str:
-        if not self._is_planned:
+        if not self._method.drops_padding:
             return "TRL holds all logits here"
         return "" if options.remove_padding else "remove_padding=False"
 

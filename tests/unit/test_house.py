@@ -13,7 +13,7 @@ import qlora_rl
 PACKAGE = Path(qlora_rl.__file__).parent
 LAYERS = {
     "errors": 0, "contracts": 0, "distributed": 0, "sharded_tensors": 0, "locks": 0, "cpu_features": 0,
-    "cpu_matmul": 0, "fidelity": 0, "rewards": 0,
+    "cpu_matmul": 0, "fidelity": 0, "methods": 0, "rewards": 0,
     "image_io": 0, "versions": 0, "store_messages": 0, "documents": 0, "stages": 0,
     "base": 1,
     "adapter": 2, "data": 2, "memory": 2,

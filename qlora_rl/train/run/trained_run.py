@@ -18,6 +18,7 @@ from qlora_rl.cpu_features import keep_few_kernels, processor
 from qlora_rl.cpu_matmul import Float32Products
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import ConfigConflictError
+from qlora_rl.methods import Method
 from qlora_rl.sharded_tensors import has_sharded_training, is_sharded, without_wrappers
 from qlora_rl.stages import remark
 from qlora_rl.train.ranks.sharded import is_gathered, trained_weights
@@ -48,8 +49,7 @@ class TrainedRun(Resumable, WrappedModel):
     # TRL makes a frozen copy of a PeftModel's adapter; `None`: where beta is not 0.
     _refers: bool | None = None
     _has_trained = False
-    # Under which TRL's config stands in config.json.
-    _config_name: str
+    _method: Method
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """TRL's `train`. However it ends, the run directory is readable and holds the last step's adapter.
@@ -194,7 +194,7 @@ class TrainedRun(Resumable, WrappedModel):
             "seed": self.args.seed,
             "adapter_dtype": adapter_dtype,
             "lora": {k: sorted(v) if isinstance(v, set) else v for k, v in adapter.items() if v is not None},
-            self._config_name: self.args.to_dict(),
+            self._method.record: self.args.to_dict(),
             "versions": describe_versions(),
             "machine": describe_machine(is_4bit=self.base.spec.is_4bit),
         }

@@ -8,18 +8,8 @@ from collections.abc import Collection
 from typing import Any
 
 from qlora_rl.errors import ConfigConflictError, QloraRLError, collected
-from qlora_rl.memory.methods import OFFLINE
+from qlora_rl.methods import METHODS
 
-_CONFIGS = {
-    "sft": ("trl", "SFTConfig"),
-    "dpo": ("trl", "DPOConfig"),
-    "kto": ("trl", "KTOConfig"),
-    "grpo": ("trl", "GRPOConfig"),
-    "rloo": ("trl", "RLOOConfig"),
-    "online_dpo": ("trl.experimental.online_dpo", "OnlineDPOConfig"),
-    "async_grpo": ("trl", "GRPOConfig"),  # ours is GRPO ahead of itself, not TRL's experimental trainer
-    "distill": ("trl", "DistillationConfig"),
-}
 # How CSV spells labels of KTO.
 _LABELS = {word: True for word in ("true", "True", "TRUE", "1")} | {
     word: False for word in ("false", "False", "FALSE", "0")
@@ -28,9 +18,8 @@ _LABELS = {word: True for word in ("true", "True", "TRUE", "1")} | {
 
 def config_class(method: str) -> type:
     """TRL's config of a method; importing it loads transformers and torch, no model."""
-    module, name = _CONFIGS[method]
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-    return getattr(importlib.import_module(module), name)
+    return getattr(importlib.import_module(METHODS[method].module), METHODS[method].config)
 
 
 def contradictions(method: str, args: Any, rollout: Any) -> list[str]:
@@ -38,7 +27,7 @@ def contradictions(method: str, args: Any, rollout: Any) -> list[str]:
     found = [f"report_to: {why}" for name in args.report_to or () if (why := _why_no_reporter(name))]
     if method == "kto":
         found += kto_contradictions(args)
-    if method in OFFLINE:
+    if not METHODS[method].samples:
         return found
     from qlora_rl.train.setup import settings
 
