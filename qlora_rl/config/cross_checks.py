@@ -11,6 +11,7 @@ from qlora_rl.config.schema import TABLES, Adapter, RunConfig, Table, applies, o
 from qlora_rl.data.files import is_file, known_columns
 from qlora_rl.data.known import check_subset
 from qlora_rl.data.load import column_problems, columns_after, teacher_problems
+from qlora_rl.engine.started import STARTED
 from qlora_rl.methods import AHEAD, METHODS, TAUGHT, select
 
 _ENGINE = ("base_compute", "max_num_seqs", "kv_cache_gib", "enforce_eager", "enable_prefix_caching", "vllm")
@@ -144,13 +145,13 @@ _RULES = (
     _Rule(
         "rollout",
         _ENGINE,
-        lambda c: _is_url(c.rollout.where),
+        lambda c: c.rollout.where not in STARTED,
         "a server that runs already (where is a URL) got this when it was started. Remove it here",
     ),
     _Rule(
         "rollout",
         ("api_key_file",),
-        lambda c: not _is_url(c.rollout.where),
+        lambda c: c.rollout.where in STARTED,
         "only a server needs a key, and where = {c.rollout.where!r}. Remove it",
     ),
     _Rule(
@@ -242,10 +243,6 @@ def check_together(config: RunConfig) -> list[Finding]:
         if name in said[rule.table] and rule.when(config)
     ]
     return [*_of_method(config), *found, *_columns(config)]
-
-
-def _is_url(where: str | list[str]) -> bool:
-    return isinstance(where, list) or "://" in where
 
 
 def _is_local(files: str | list[str] | None) -> bool:

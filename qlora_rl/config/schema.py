@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from qlora_rl.engine.started import ENGINES
 from qlora_rl.methods import AHEAD, METHODS, SAMPLING, TAUGHT, select
 
 TEACHERS = ("none", "policy")  # words of [teacher] adapter; anything else is a directory
@@ -255,8 +256,7 @@ class Rollout(Table):
     """Where completions are sampled."""
 
     where: str | list[str] = option(
-        "`colocate`: vLLM in this process; `server`: a vLLM server started on this host; `ray`: actors of a Ray "
-        "cluster; or URLs of `qlora-rl serve`",
+        "; ".join([*(f"`{name}`: {known.says}" for name, known in ENGINES.items()), "or URLs of `qlora-rl serve`"]),
         "colocate",
         kind="where",
         methods=SAMPLING,

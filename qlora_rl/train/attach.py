@@ -12,6 +12,7 @@ from qlora_rl.adapter.inspected import active_adapter, bare_model, is_bare
 from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.contracts import RolloutEngine, SyncReport
 from qlora_rl.distributed import join, ranks
+from qlora_rl.engine.started import as_one
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, RewardFunctionError
 from qlora_rl.fidelity import FidelityMonitor
 from qlora_rl.sharded_tensors import is_sharded
@@ -164,7 +165,7 @@ def attach(
     """
     _check(trainer, canary_every)
     check_word(on_mismatch)
-    rollout = settings.as_one(rollout)
+    rollout = as_one(rollout)
     settings.check(trainer.args, rollout)
     rollout_func = getattr(trainer, "rollout_func", None)
     settings.check_logprobs(trainer.args, rollout, rollout_func)

@@ -20,6 +20,7 @@ from qlora_rl.base.checkpoint import models_are_whole
 from qlora_rl.base.model_classes import directory_takes_images, may_take_images
 from qlora_rl.contracts import RolloutEngine, SyncReport
 from qlora_rl.distributed import join, ranks
+from qlora_rl.engine.started import ENGINES, as_one
 from qlora_rl.errors import ConfigConflictError, EngineClosedError, RewardFunctionError
 from qlora_rl.stages import begin
 from qlora_rl.sync.plan import WISHES, plan_sync
@@ -204,7 +205,7 @@ class OnlineTrainer(TrainedRun):
         """What the arguments alone contradict is rejected before anything is opened."""
         options.check()
         args = settings.own_copy(args)
-        rollout = settings.as_one(options.rollout)
+        rollout = as_one(options.rollout)
         settings.check(args, rollout)
         settings.check_logprobs(args, rollout, of_trl.get("rollout_func"))
         is_whole = trains_whole(model, peft_config, options.sync)
@@ -244,14 +245,8 @@ class OnlineTrainer(TrainedRun):
         images = settings.check_datasets(*datasets, why=why)
         if images and not may_take_images(asked.model):
             settings.reject_images(images, f"{asked.model} takes none")
-        if rollout in settings.STARTED:
-            from qlora_rl.engine.compat import require_server, vllm_version
-
-            (require_server if rollout == "server" else vllm_version)()
-        if rollout == "ray":
-            from qlora_rl.engine.fleet import require_ray
-
-            require_ray()
+        if isinstance(rollout, str) and rollout in ENGINES:
+            ENGINES[rollout].require()
         settings.check_sampling(args, rollout)
         for reward in as_list(asked.of_trl["reward_funcs"]):
             check_signature(reward, _columns(asked))

@@ -7,6 +7,7 @@ import os
 from collections.abc import Collection
 from typing import Any
 
+from qlora_rl.engine.started import as_one
 from qlora_rl.errors import ConfigConflictError, QloraRLError, collected
 from qlora_rl.methods import METHODS
 
@@ -32,7 +33,7 @@ def contradictions(method: str, args: Any, rollout: Any) -> list[str]:
     from qlora_rl.train.setup import settings
 
     try:
-        settings.check(args, settings.as_one(rollout))
+        settings.check(args, as_one(rollout))
     except QloraRLError as error:
         found += error.reasons
     return found
@@ -138,11 +139,10 @@ def check_memory(
         MemoryBudgetError: the run cannot fit into `gpu_memory`.
     """
     from qlora_rl.adapter.initialization import apply_start
-    from qlora_rl.train.setup import settings
     from qlora_rl.train.setup.engine_order import expects_one_copy
     from qlora_rl.train.setup.memory_budget import MemoryBudget, expects_full_weights
 
-    rollout, peft_config = settings.as_one(ours["rollout"]), apply_start(peft_config)[0]
+    rollout, peft_config = as_one(ours["rollout"]), apply_start(peft_config)[0]
     MemoryBudget(
         ours["gpu_memory"],
         model,

@@ -18,6 +18,7 @@ import torch
 from qlora_rl.base.model_classes import directory_takes_images, load_processor
 from qlora_rl.base.writer import check_vocabulary
 from qlora_rl.contracts import RolloutEngine, SamplingSpec
+from qlora_rl.engine.started import ENGINES, STARTED, is_url
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, collected
 from qlora_rl.fidelity import CORRECTION
 from qlora_rl.rewards.load import OF_REWARDS
@@ -63,20 +64,6 @@ Args = TypeVar("Args")  # a config of TRL's
 
 # Completions of a prompt that online DPO compares.
 PAIR = 2
-# What the trainer starts, and stops at the end.
-STARTED = ("colocate", "server", "ray")
-
-
-def is_url(rollout: Any) -> bool:
-    """It names a server that runs already."""
-    return isinstance(rollout, str) and rollout.startswith(("http://", "https://"))
-
-
-def as_one(rollout: Any) -> Any:
-    """Several URLs as one text, "http://a,http://b"; anything else as it is."""
-    if isinstance(rollout, list | tuple) and rollout and all(is_url(each) for each in rollout):
-        return ",".join(rollout)
-    return rollout
 
 
 def default_args(config: type[Args], directory: str, **fields: Any) -> Args:
@@ -188,9 +175,9 @@ def _check_rollout(args: GRPOConfig, rollout: Any) -> None:
         )
     if isinstance(rollout, str) and rollout not in STARTED and not is_url(rollout):
         raise ConfigConflictError(
-            f"choosing the engine: rollout={rollout!r} is none of 'colocate' (vLLM in this process), 'server' (one is "
-            "started next to it), 'ray' (in actors of a Ray cluster), a URL such as 'http://127.0.0.1:8000' (or "
-            "several, in a list), or an engine object."
+            f"choosing the engine: rollout={rollout!r} is none of "
+            f"{', '.join(f'{name!r} ({known.says})' for name, known in ENGINES.items())}, a URL such as "
+            "'http://127.0.0.1:8000' (or several, in a list), or an engine object."
         )
     if args.world_size > 1 and hasattr(rollout, "url"):
         raise ConfigConflictError(
