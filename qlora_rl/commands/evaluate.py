@@ -152,7 +152,8 @@ def _look(arguments: argparse.Namespace) -> int:
         from qlora_rl.methods import METHODS
         from qlora_rl.stages import begin
         from qlora_rl.train.metrics.rewards import check_signature
-        from qlora_rl.train.setup.settings import check_prompts, sampling_spec
+        from qlora_rl.train.setup.dataset_checks import check_prompts
+        from qlora_rl.train.setup.settings import sampling_spec
 
         config = read_config(arguments.trained, arguments.overrides)
     if not METHODS[config.method].samples or not config.rewards or config.tools.use or config.environment.use:

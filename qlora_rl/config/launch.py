@@ -63,7 +63,7 @@ def launch(config: RunConfig, begun: Callable[[Path], None] = lambda directory: 
         NotYetSupportedError: this version has no trainer for the method, or does not train such models.
     """
     from qlora_rl.train.metrics.rewards import check_signature
-    from qlora_rl.train.setup.methods import mixed_completions
+    from qlora_rl.train.setup.kto import mixed_completions
     from qlora_rl.train.setup.tools import ENVIRONMENT_COLUMN, load_tools
 
     trainer_class = find_trainer(config.method)
@@ -214,7 +214,7 @@ def check_talks(config: RunConfig, tokenizer: Any, *datasets: Any) -> None:
     Raises:
         ConfigConflictError: names the row.
     """
-    from qlora_rl.train.setup.settings import check_messages, rendered
+    from qlora_rl.train.setup.dataset_checks import check_messages, rendered
 
     if config.data.images is None:  # images become parts of the messages
         is_online = METHODS[config.method].samples
@@ -307,7 +307,7 @@ def find_trainer(method: str) -> type:
 
 def trl_config(config: RunConfig) -> Any:
     """TRL's config of the run: `[train]`, and what has its place elsewhere."""
-    from qlora_rl.train.setup.methods import config_class
+    from qlora_rl.train.setup.settings import config_class
 
     kind = config_class(config.method)
     known = {each.name for each in fields(kind)}
@@ -488,7 +488,7 @@ def _model(config: RunConfig, args: Any) -> tuple[Any, Any]:
     from qlora_rl.adapter.factory import open_adapter
     from qlora_rl.adapter.verdict import judge_adapter
     from qlora_rl.base.checkpoint import load_base
-    from qlora_rl.train.setup.methods import check_memory
+    from qlora_rl.train.setup.memory_budget import check_memory
 
     held, adapter = config.base, config.adapter
     spec, lora, method = _spec(config), _new_lora(config), METHODS[config.method]

@@ -134,7 +134,8 @@ def _value(text: str) -> Any:
 def _ask_trl(config: RunConfig) -> list[Finding]:
     """What TRL's config of the method has to say about `[train]`."""
     from qlora_rl.config.trl_fields import PLACE, check_train, make_args
-    from qlora_rl.train.setup.methods import config_class, contradictions
+    from qlora_rl.train.setup.config_checks import contradictions
+    from qlora_rl.train.setup.settings import config_class
 
     if not config.method:
         return []

@@ -26,7 +26,7 @@ from qlora_rl.train.rollouts.engines import EngineChoice
 from qlora_rl.train.run.progress import told
 from qlora_rl.train.run.wrapped import WrappedModel
 from qlora_rl.train.scoring.logprobs import truncation_of, use_small_tiles
-from qlora_rl.train.setup import settings
+from qlora_rl.train.setup import config_checks, dataset_checks, settings
 from qlora_rl.train.setup.model_source import Source, base_of
 from qlora_rl.train.setup.processes import begin_alike, check_processes, check_turns, fit_for_sharding, sharding_of
 from qlora_rl.train.setup.residual_init import keep_start
@@ -166,9 +166,9 @@ def attach(
     _check(trainer, canary_every)
     check_word(on_mismatch)
     rollout = as_one(rollout)
-    settings.check(trainer.args, rollout)
+    config_checks.check(trainer.args, rollout)
     rollout_func = getattr(trainer, "rollout_func", None)
-    settings.check_logprobs(trainer.args, rollout, rollout_func)
+    config_checks.check_logprobs(trainer.args, rollout, rollout_func)
     check_processes(trainer.args, "attaching to a trainer")
     _check_checkpoints(trainer.args)
     with told(trainer.args), join(trainer.args.ddp_timeout).one_outcome("attaching to a trainer"):
@@ -239,12 +239,12 @@ def _attached(kind: type) -> type:
 def _base(model: Any, trainer: Any, rollout: Any) -> PreparedBase:
     """The base of the trainer's model, which is made ready to be split over processes, where it will be."""
     args = trainer.args
-    settings.check_datasets(
+    dataset_checks.check_datasets(
         trainer.train_dataset,
         trainer.eval_dataset,
         **({"why": "in several processes it is sampled from text prompts only"} if ranks().size > 1 else {}),
     )
-    settings.check_sampling(args, rollout)
+    config_checks.check_sampling(args, rollout)
     if is_sharded(model):
         raise NotYetSupportedError(
             f"attaching to a trainer: its model is split over {ranks().size} processes already, and its base can no "

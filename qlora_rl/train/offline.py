@@ -38,10 +38,10 @@ from qlora_rl.train.run.trained_run import (
 )
 from qlora_rl.train.scoring.logprobs import use_small_tiles
 from qlora_rl.train.scoring.padding import apply_padding
-from qlora_rl.train.setup import settings
+from qlora_rl.train.setup import dataset_checks, settings
+from qlora_rl.train.setup.kto import kto_contradictions, kto_row_problems
 from qlora_rl.train.setup.layer_inputs import keep_on_host
 from qlora_rl.train.setup.linears import apply_linears
-from qlora_rl.train.setup.methods import kto_contradictions, kto_row_problems
 from qlora_rl.train.setup.model_source import check_cloned
 from qlora_rl.train.setup.processes import begin_alike, check_common_base, check_processes, shards_base
 from qlora_rl.train.setup.residual_init import keep_start, settle
@@ -86,9 +86,9 @@ class OfflineTrainer(TrainedRun):
         args = settings.own_copy(args)
         check_processes(args, "starting the training")
         peft_config, start = settle(model, peft_config)
-        images = settings.check_datasets(train_dataset, eval_dataset, why="")
+        images = dataset_checks.check_datasets(train_dataset, eval_dataset, why="")
         if images and not may_take_images(model):
-            settings.reject_images(images, f"{model} takes none")
+            dataset_checks.reject_images(images, f"{model} takes none")
         with told(args), join(args.ddp_timeout).one_outcome("preparing the training"), models_are_whole():
             self.run = open_run(args.output_dir, existing_run)
             source = self._resolve(
@@ -100,7 +100,7 @@ class OfflineTrainer(TrainedRun):
                 takes_sync=False,
             )
             if images and not directory_takes_images(self.base.path):
-                settings.reject_images(images, f"{self.base} takes none")
+                dataset_checks.reject_images(images, f"{self.base} takes none")
             begin("loading the base")
             loaded = source.load()
             check_base(loaded, self.base.path)
@@ -109,7 +109,7 @@ class OfflineTrainer(TrainedRun):
             rendered = self._rendered(args, train_dataset, eval_dataset) if is_rendered else ()
             processing_class = self._checked_processor(processing_class, args, rendered)
             if self._takes_ids:
-                settings.check_ids(embedding_rows(bare_model(loaded)), train_dataset, eval_dataset)
+                dataset_checks.check_ids(embedding_rows(bare_model(loaded)), train_dataset, eval_dataset)
             if (reference := of_trl.get("ref_model")) is not None:
                 apply_attention(reference)
             before = trained_values(loaded)
@@ -166,10 +166,10 @@ class OfflineTrainer(TrainedRun):
     def _checked_processor(self, given: Any, args: Any, rendered: Sequence[Any]) -> Any:
         """The tokenizer or processor, by default that of the base; it takes the messages of what TRL renders."""
         processor = load_tokenizer(self.base, args) if given is None else given
-        settings.check_processor(processor, self.base.path, is_given=given is not None)
+        dataset_checks.check_processor(processor, self.base.path, is_given=given is not None)
         check_cloned(args, processor, self.base.path)
         if getattr(args, "chat_template_path", None) is None:
-            settings.check_messages(processor, *rendered, is_online=False)
+            dataset_checks.check_messages(processor, *rendered, is_online=False)
         return processor
 
     def _rendered(self, args: Any, *datasets: Any) -> Sequence[Any]:
@@ -251,7 +251,7 @@ class QLoRASFTTrainer(OfflineTrainer, SFTTrainer):
     _takes_ids = True
 
     def _rendered(self, args: Any, *datasets: Any) -> Sequence[Any]:
-        return settings.rendered(args.dataset_kwargs, *datasets)
+        return dataset_checks.rendered(args.dataset_kwargs, *datasets)
 
     def __init__(
         self,
@@ -387,7 +387,7 @@ class QLoRAKTOTrainer(PreferenceTrainer, KTOTrainer):
                 or labels that are none.
         """
         found = kto_contradictions(args)
-        for part in settings.parts((given["train_dataset"], given["eval_dataset"])):
+        for part in dataset_checks.parts((given["train_dataset"], given["eval_dataset"])):
             found += kto_row_problems(part)
         if found:
             raise collected("reading the arguments", found, ConfigConflictError)

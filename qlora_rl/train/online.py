@@ -41,7 +41,7 @@ from qlora_rl.train.run.trained_run import (
 )
 from qlora_rl.train.scoring.logprobs import truncation_of, use_small_tiles
 from qlora_rl.train.scoring.padding import apply_padding
-from qlora_rl.train.setup import settings
+from qlora_rl.train.setup import config_checks, dataset_checks, settings
 from qlora_rl.train.setup.engine_order import SHARE, Pair, expects_one_copy, make_pair
 from qlora_rl.train.setup.full_finetuning import check_whole, trains_whole, unfreeze
 from qlora_rl.train.setup.layer_inputs import keep_on_host
@@ -206,8 +206,8 @@ class OnlineTrainer(TrainedRun):
         options.check()
         args = settings.own_copy(args)
         rollout = as_one(options.rollout)
-        settings.check(args, rollout)
-        settings.check_logprobs(args, rollout, of_trl.get("rollout_func"))
+        config_checks.check(args, rollout)
+        config_checks.check_logprobs(args, rollout, of_trl.get("rollout_func"))
         is_whole = trains_whole(model, peft_config, options.sync)
         check_processes(args, "choosing the engine", is_whole=is_whole)
         peft_config, start = settle(model, peft_config)
@@ -241,13 +241,13 @@ class OnlineTrainer(TrainedRun):
         why = "" if self._method.takes_images else f"{type(self).__name__} samples from text prompts only"
         if ranks().size > 1:
             why = "in several processes it is sampled from text prompts only"
-        settings.check_prompts(args, *datasets)
-        images = settings.check_datasets(*datasets, why=why)
+        dataset_checks.check_prompts(args, *datasets)
+        images = dataset_checks.check_datasets(*datasets, why=why)
         if images and not may_take_images(asked.model):
-            settings.reject_images(images, f"{asked.model} takes none")
+            dataset_checks.reject_images(images, f"{asked.model} takes none")
         if isinstance(rollout, str) and rollout in ENGINES:
             ENGINES[rollout].require()
-        settings.check_sampling(args, rollout)
+        config_checks.check_sampling(args, rollout)
         for reward in as_list(asked.of_trl["reward_funcs"]):
             check_signature(reward, _columns(asked))
         return images
@@ -273,17 +273,17 @@ class OnlineTrainer(TrainedRun):
         )
         base = source.base
         if images and not directory_takes_images(base.path):
-            settings.reject_images(images, f"{base} takes none")
+            dataset_checks.reject_images(images, f"{base} takes none")
         if asked.is_whole:
             check_whole(base, asked.options.share_base)
         processing_class = given if given is not None else load_tokenizer(base, args)
-        settings.check_processor(processing_class, base.path, is_given=given is not None)
+        dataset_checks.check_processor(processing_class, base.path, is_given=given is not None)
         of_template = getattr(args, "chat_template_kwargs", None) or {}
         if asked.of_trl.get("rollout_func") is None:
             if "chat_template" not in of_template:
-                settings.check_template(processing_class, *asked.datasets)
+                dataset_checks.check_template(processing_class, *asked.datasets)
             if not images:  # which become parts of the messages
-                settings.check_messages(processing_class, *asked.datasets, given=of_template)
+                dataset_checks.check_messages(processing_class, *asked.datasets, given=of_template)
         return source, processing_class
 
     def _engine_choice(self, asked: _Asked) -> EngineChoice:
@@ -460,7 +460,7 @@ class OnlineTrainer(TrainedRun):
 
     def _before_train(self) -> None:
         super()._before_train()
-        if reason := settings.why_no_step(self.args, self.train_dataset):
+        if reason := dataset_checks.why_no_step(self.args, self.train_dataset):
             logger.warning("%s", reason)
         self.bridge.install(self)  # a second call must push again, although its steps are counted from 0
         if hasattr(self, "_buffered_inputs"):

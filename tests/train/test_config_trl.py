@@ -17,7 +17,7 @@ from qlora_rl.config.trl_fields import CHOICES, LIMITS, OBJECTS, check_train, fi
 from qlora_rl.errors import MissingDependencyError
 from qlora_rl.fidelity import CORRECTION
 from qlora_rl.methods import METHODS
-from qlora_rl.train.setup.methods import config_class
+from qlora_rl.train.setup.settings import config_class
 
 # One of them fits nothing that TRL has.
 CANDIDATES = ("perhaps", 3.5, True, {"x": [1]}, [[[]]])

@@ -26,7 +26,7 @@ class EngineChoice:
         name: for the record.
 
     Args:
-        rollout: "colocate", "server", "ray", URLs in one text, or an engine object; checked by `settings.check`.
+        rollout: "colocate", "server", "ray", URLs in one text, or an engine object; checked by `config_checks.check`.
         options: arguments of an engine that is started.
         api_key_file: holds the key of a server.
         sync_dir: the adapter directory of a server, if this machine sees it.

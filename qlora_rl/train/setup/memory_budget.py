@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from qlora_rl.adapter.initialization import apply_start
 from qlora_rl.adapter.shape import trained_shapes
 from qlora_rl.adapter.verdict import judge_adapter, judge_config
 from qlora_rl.base.checkpoint import MANIFEST, empty_model
@@ -16,10 +17,12 @@ from qlora_rl.base.quant import QuantSpec, spec_of
 from qlora_rl.base.unsupported_configs import engine_positions
 from qlora_rl.distributed import ranks
 from qlora_rl.engine.compat import may_sleep
+from qlora_rl.engine.started import as_one
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.memory.cards import RESERVE_GIB, card_size, memory_gib, usable_gib
 from qlora_rl.memory.plan import WAYS, MemoryEstimate, plan_memory
 from qlora_rl.memory.shape import read_config, stored_spec
+from qlora_rl.train.setup.engine_order import expects_one_copy
 from qlora_rl.train.setup.model_source import spec_from_config
 from qlora_rl.train.setup.processes import sharding_of, shards_base
 from qlora_rl.train.setup.settings import engine_options as trl_engine_options
@@ -296,3 +299,37 @@ def _optimizer_name(args: GRPOConfig, optimizer: Any) -> str:
 def _is_special(peft_config: Any) -> bool:
     """An adapter with which MLPs do not work in tiles, as far as its config says it."""
     return bool(getattr(peft_config, "use_dora", False) or getattr(peft_config, "lora_dropout", 0.0))
+
+
+def check_memory(
+    model: str, args: Any, quantization: dict[str, Any], peft_config: Any, ours: dict[str, Any], *, rests: bool = True
+) -> None:
+    """Plan the memory of a run as its trainer will, by the name of its model: before a base is made of it.
+
+    Args:
+        model: hub name or directory.
+        args: TRL's config.
+        quantization: transformers' `quantization_config` of the base.
+        peft_config: the adapter to make.
+        ours: arguments of the trainer in addition to TRL's.
+        rests: the engine generates nothing while the policy is trained.
+
+    Raises:
+        MemoryBudgetError: the run cannot fit into `gpu_memory`.
+    """
+    rollout, peft_config = as_one(ours["rollout"]), apply_start(peft_config)[0]
+    MemoryBudget(
+        ours["gpu_memory"],
+        model,
+        args,
+        peft_config=peft_config,
+        quantization_config=quantization,
+        engine_options=ours["engine_options"],
+        optimizer=None,
+        adapter_dtype=ours["adapter_dtype"],
+        shared=expects_one_copy(model, rollout, ours["share_base"]),
+        has_engine=rollout == "colocate",
+        rests=rests,
+        baked=expects_full_weights(model, peft_config, ours["sync"], trust_remote_code=args.trust_remote_code),
+        padded=not ours["remove_padding"],
+    )
