@@ -32,11 +32,11 @@ class Method:
         sequences: of a row of the batch, which are computed together.
         `samples`: it samples completions, so it has an engine.
         scores: it scores them with reward functions.
-        is_taught: it compares with a teacher, in micro-batches that keep their padding.
+        is_taught: it compares with a teacher.
         is_ahead: it samples while it trains, so the engine never rests.
         is_planned: its trainer plans its memory: `gpu_memory`.
         is_estimated: `plan` and `recommend` know it.
-        drops_padding: its trainer may: `remove_padding`.
+        why_padded: its micro-batches keep their padding, in words; empty where its trainer takes `remove_padding`.
         replays: its trainer can follow the experts that the engine chose: `routing_replay`.
         takes_images: rows may have some.
         takes_tools: the model may call tools, and methods of environments.
@@ -63,7 +63,7 @@ class Method:
     is_ahead: bool = False
     is_planned: bool = True
     is_estimated: bool = True
-    drops_padding: bool = True
+    why_padded: str = ""
     replays: bool = False
     takes_images: bool = False
     takes_tools: bool = False
@@ -163,7 +163,7 @@ _ALL = (
         # TRL holds logits of B x T x V here, which the memory estimate does not know.
         is_planned=False,
         is_estimated=False,
-        drops_padding=False,
+        why_padded="TRL holds all logits here",
         takes_template_kwargs=False,
     ),
     Method(
@@ -188,7 +188,7 @@ _ALL = (
         scores=False,
         is_taught=True,
         is_planned=False,
-        drops_padding=False,
+        why_padded="TRL computes padded batches here",
         trains_all=False,
     ),
 )

@@ -610,12 +610,12 @@ def _publish(
             os.umask(mask := os.umask(0o077))  # which can only be read by setting it
             for file in filter(Path.is_file, staging.rglob("*")):
                 file.chmod(0o666 & ~mask)  # safetensors lets nobody but this user read what it writes
-                _fsync(file)
+                flush(file)
             staging.chmod(0o777 & ~mask)
             if target.exists():  # empty and made by the caller, or in the cache and never finished
                 target.rmdir() if out is not None else shutil.rmtree(target)
             os.rename(staging, target)
-            _fsync(target.parent)
+            flush(target.parent)
             for kept in target.parent.glob(f".{glob.escape(target.name)}.chosen-*"):
                 shutil.rmtree(kept, ignore_errors=True)
         except BaseException:
@@ -643,7 +643,8 @@ def _exclusive(lock: Path) -> Iterator[None]:
         yield
 
 
-def _fsync(path: Path) -> None:
+def flush(path: Path) -> None:
+    """What was written to a file or directory survives a power cut from here on."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

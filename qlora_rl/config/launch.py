@@ -364,7 +364,7 @@ def trainer_arguments(config: RunConfig) -> dict[str, Any]:
     found: dict[str, Any] = {"adapter_dtype": config.adapter.dtype, "existing_run": config.run.existing}
     if method.is_planned:
         found["gpu_memory"] = config.run.gpu_memory
-    if method.drops_padding:
+    if not method.why_padded:
         found["remove_padding"] = config.run.remove_padding
     if method.replays:
         found["routing_replay"] = config.run.routing_replay

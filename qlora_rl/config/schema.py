@@ -355,7 +355,7 @@ class Run(Table):
     remove_padding: bool = option(
         "compute micro-batches without padding where the model allows it",
         True,
-        methods=select(lambda method: method.drops_padding),
+        methods=select(lambda method: not method.why_padded),
     )
     routing_replay: bool = option(
         "in a mixture of experts, the trainer uses the experts and routing weights that the engine chose",

@@ -121,7 +121,7 @@ class MemoryRequest:
     @property
     def keeps_padding(self) -> bool:
         """Attention gets masks."""
-        return self.padded or self.method in TAUGHT
+        return self.padded or bool(METHODS[self.method].why_padded)
 
     def as_dict(self) -> dict[str, Any]:
         """The fields, for JSON."""

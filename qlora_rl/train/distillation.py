@@ -295,9 +295,6 @@ class QLoRADistillationTrainer(
         rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
         return settings.engine_options(args) | {"max_num_seqs": rows * args.vllm_tensor_parallel_size}
 
-    def _why_padded(self, options: OnlineOptions) -> str:
-        return "TRL computes padded batches here"
-
     def _uses_rollouts_again(self) -> bool:
         return False  # each step has completions of its own
 

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from transformers import TrainerCallback, TrainingArguments
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
@@ -25,28 +24,21 @@ from qlora_rl.methods import METHODS
 from qlora_rl.stages import begin
 from qlora_rl.train.metrics.measure import StepClock
 from qlora_rl.train.run import CONFIG, StepRecord
-from qlora_rl.train.run.progress import show_progress, told
+from qlora_rl.train.run.progress import told
 from qlora_rl.train.run.trained_run import (
     TrainedRun,
     check_adapter_dtype,
-    check_optimizer,
     load_tokenizer,
     open_run,
     products_of,
-    set_adapter_dtype,
     trained_values,
 )
 from qlora_rl.train.scoring.logprobs import use_small_tiles
-from qlora_rl.train.scoring.padding import apply_padding
 from qlora_rl.train.setup import dataset_checks, settings
 from qlora_rl.train.setup.kto import kto_contradictions, kto_row_problems
-from qlora_rl.train.setup.layer_inputs import keep_on_host
-from qlora_rl.train.setup.linears import apply_linears
 from qlora_rl.train.setup.model_source import check_cloned
-from qlora_rl.train.setup.processes import begin_alike, check_common_base, check_processes, shards_base
-from qlora_rl.train.setup.residual_init import keep_start, settle
-from qlora_rl.train.setup.tiled_mlp import tile_layers
-from qlora_rl.train.setup.vision_tower import apply_tower
+from qlora_rl.train.setup.processes import check_common_base, check_processes
+from qlora_rl.train.setup.residual_init import settle
 
 logger = logging.getLogger(__name__)
 
@@ -125,17 +117,13 @@ class OfflineTrainer(TrainedRun):
                 **of_trl,
             )
             args.model_init_kwargs = init
-            linears, padding = self._fit(args, start, getattr(torch, adapter_dtype), before, remove_padding)
-            check_optimizer(optimizers[0], self.model)
-            self.make_resumable()
-            show_progress(self)
+            computes = self._fit(args, start, adapter_dtype, before, remove_padding, optimizers[0])
             self._record = StepRecord(self.run)
             # Before the user's, which may raise: the step is done all the same.
             self.callback_handler.callbacks.insert(0, _Recorder(self._record))
             if self.run is not None:
                 self.run.begin()
-                held = {"adapter": self._travels(), "padding": padding, "linears": linears}
-                self.run.write_json(CONFIG, self._describe(adapter_dtype, held))
+                self.run.write_json(CONFIG, self._describe(adapter_dtype, {"adapter": self._travels(), **computes}))
         # Last, so that nothing is claimed for a trainer that could not be made.
         products = products_of(self.model, self.base, args)
         self._finalizer = weakref.finalize(self, products.close)  # also when nobody calls close()
@@ -145,23 +133,8 @@ class OfflineTrainer(TrainedRun):
         verdict = judge_adapter(self.model)
         return {"travels_as": verdict.kind, "reasons": list(verdict.reasons)}
 
-    def _fit(
-        self, args: Any, start: Any, adapter_dtype: torch.dtype, before: Any, remove_padding: bool
-    ) -> tuple[dict[str, Any], Any]:
-        """Have the model that TRL was given multiply, hold its inputs and leave out padding as ours do; what became of
-        the linears and of the padding."""
-        bare = bare_model(self.model)
-        keep_on_host(bare)
-        linears = {"reason": "the base is sharded"}
-        if not shards_base(args):
-            linears = apply_linears(bare)
-            tile_layers(bare)
-        set_adapter_dtype(self.model, adapter_dtype, before)
-        keep_start(self, start)
-        apply_tower(bare)
-        begin_alike(self.model)
-        use_small_tiles(bare, 1.0, self._outputs())
-        return linears, apply_padding(bare, "" if remove_padding else "remove_padding=False")
+    def _after_trl(self, args: Any) -> None:
+        use_small_tiles(bare_model(self.model), 1.0, self._outputs())
 
     def _checked_processor(self, given: Any, args: Any, rendered: Sequence[Any]) -> Any:
         """The tokenizer or processor, by default that of the base; it takes the messages of what TRL renders."""

@@ -13,8 +13,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from qlora_rl.adapter.inspected import bare_model
 from qlora_rl.base.checkpoint import models_are_whole
 from qlora_rl.base.model_classes import directory_takes_images, may_take_images
@@ -29,29 +27,22 @@ from qlora_rl.train.metrics.rewards import agree_on, apply_attention_to, as_list
 from qlora_rl.train.rollouts.engine_link import Link, link_policy, release, why_dense
 from qlora_rl.train.rollouts.engines import EngineChoice
 from qlora_rl.train.run import CONFIG, FINGERPRINTS
-from qlora_rl.train.run.progress import show_progress, told
+from qlora_rl.train.run.progress import told
 from qlora_rl.train.run.trained_run import (
     TrainedRun,
     check_adapter_dtype,
-    check_optimizer,
     load_tokenizer,
     open_run,
-    set_adapter_dtype,
     trained_values,
 )
 from qlora_rl.train.scoring.logprobs import truncation_of, use_small_tiles
-from qlora_rl.train.scoring.padding import apply_padding
 from qlora_rl.train.setup import config_checks, dataset_checks, settings
 from qlora_rl.train.setup.engine_order import SHARE, Pair, expects_one_copy, make_pair
 from qlora_rl.train.setup.full_finetuning import check_whole, trains_whole, unfreeze
-from qlora_rl.train.setup.layer_inputs import keep_on_host
-from qlora_rl.train.setup.linears import apply_linears
 from qlora_rl.train.setup.memory_budget import MemoryBudget, expects_full_weights
 from qlora_rl.train.setup.model_source import Source
-from qlora_rl.train.setup.processes import begin_alike, check_processes, check_turns, shards_base
-from qlora_rl.train.setup.residual_init import keep_start, settle
-from qlora_rl.train.setup.tiled_mlp import tile_layers
-from qlora_rl.train.setup.vision_tower import apply_tower
+from qlora_rl.train.setup.processes import check_processes, check_turns, shards_base
+from qlora_rl.train.setup.residual_init import settle
 
 logger = logging.getLogger(__name__)
 
@@ -322,22 +313,9 @@ class OnlineTrainer(TrainedRun):
                 **of_trl,
             )
         apply_attention_to(self.reward_funcs, self.accelerator.unwrap_model)
-        set_adapter_dtype(self.model, getattr(torch, options.adapter_dtype), before)
-        keep_start(self, asked.start)
-        bare = bare_model(self.model)
-        keep_on_host(bare)
-        linears = {"reason": "the base is sharded"}
-        if not shards_base(args):
-            linears = apply_linears(bare)
-            tile_layers(bare)
-        apply_tower(bare)
-        begin_alike(self.model)
-        self._after_trl(args)
-        padding = apply_padding(bare, self._why_padded(options))
-        check_optimizer(of_trl["optimizers"][0], self.model)
-        self.make_resumable()
-        show_progress(self)
-        return {"padding": padding, "linears": linears}
+        return self._fit(
+            args, asked.start, options.adapter_dtype, before, options.remove_padding, of_trl["optimizers"][0]
+        )
 
     def _connect(self, engine: RolloutEngine | None, choice: EngineChoice, asked: _Asked) -> Link:
         """The policy and the engine, which is closed where this fails."""
@@ -425,11 +403,6 @@ class OnlineTrainer(TrainedRun):
 
     def follow_routing(self, *, replays: bool) -> None:
         """`RoutedSteps` compares the experts that both sides choose."""
-
-    def _why_padded(self, options: OnlineOptions) -> str:
-        if not self._method.drops_padding:
-            return "TRL holds all logits here"
-        return "" if options.remove_padding else "remove_padding=False"
 
     def _guard_rewards(self) -> None:
         # Only now: an environment's own reward is among them, and TRL has named them all.
