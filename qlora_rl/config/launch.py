@@ -486,16 +486,24 @@ def make_teacher(config: RunConfig) -> PreparedBase:
 def _model(config: RunConfig, args: Any) -> tuple[Any, Any]:
     """What the trainer takes as model= and peft_config=."""
     from qlora_rl.adapter.factory import open_adapter
+    from qlora_rl.adapter.initialization import apply_start
     from qlora_rl.adapter.verdict import judge_adapter
     from qlora_rl.base.checkpoint import load_base
-    from qlora_rl.train.setup.memory_budget import check_memory
+    from qlora_rl.train.setup.memory_budget import budget_of
 
     held, adapter = config.base, config.adapter
     spec, lora, method = _spec(config), _new_lora(config), METHODS[config.method]
     if lora is not None and method.is_planned and config.run.gpu_memory != "auto":
         quantization = spec.transformers_config() if spec.is_4bit else {"load_in_4bit": False}
         quantization |= {"quantize_experts": spec.quantize_experts, "quantize_tower": spec.quantize_tower}
-        check_memory(held.model, args, quantization, lora, trainer_arguments(config), rests=not method.is_ahead)
+        budget_of(
+            held.model,
+            args,
+            trainer_arguments(config),
+            peft_config=apply_start(lora)[0],
+            quantization_config=quantization,
+            rests=not method.is_ahead,
+        )
     base = make_base(config)
     if adapter.start_from is None:
         return base, lora

@@ -37,9 +37,9 @@ from qlora_rl.train.run.trained_run import (
 )
 from qlora_rl.train.scoring.logprobs import truncation_of, use_small_tiles
 from qlora_rl.train.setup import config_checks, dataset_checks, settings
-from qlora_rl.train.setup.engine_order import SHARE, Pair, expects_one_copy, make_pair
+from qlora_rl.train.setup.engine_order import SHARE, Pair, make_pair
 from qlora_rl.train.setup.full_finetuning import check_whole, trains_whole, unfreeze
-from qlora_rl.train.setup.memory_budget import MemoryBudget, expects_full_weights
+from qlora_rl.train.setup.memory_budget import MemoryBudget, budget_of
 from qlora_rl.train.setup.model_source import Source
 from qlora_rl.train.setup.processes import check_processes, check_turns, shards_base
 from qlora_rl.train.setup.residual_init import settle
@@ -247,7 +247,21 @@ class OnlineTrainer(TrainedRun):
         """What the run will hold; what it leaves open in TRL's config is chosen in `asked.args`."""
         if not self._method.is_planned:
             return None
-        budget = _budget(asked, rests=not self._method.is_ahead)
+        options = asked.options
+        if asked.is_whole and options.gpu_memory != "auto":
+            raise ConfigConflictError(
+                f"reading the arguments: gpu_memory={options.gpu_memory} with peft_config=None: the memory of training "
+                "all weights is not planned. Leave gpu_memory out."
+            )
+        budget = budget_of(
+            asked.model,
+            asked.args,
+            vars(options),
+            peft_config=asked.peft_config,
+            quantization_config=asked.quantization_config,
+            optimizer=asked.of_trl["optimizers"][0],
+            rests=not self._method.is_ahead,
+        )
         budget.set_chosen(asked.args)
         return budget
 
@@ -489,31 +503,6 @@ def _columns(asked: _Asked) -> Any:
     if gives_more or (isinstance(made_of_rows, dict) and made_of_rows.get("type") == "custom"):
         return None
     return getattr(dataset, "column_names", None)
-
-
-def _budget(asked: _Asked, *, rests: bool) -> MemoryBudget:
-    options, peft_config = asked.options, asked.peft_config
-    if asked.is_whole and options.gpu_memory != "auto":
-        raise ConfigConflictError(
-            f"reading the arguments: gpu_memory={options.gpu_memory} with peft_config=None: the memory of training all "
-            "weights is not planned. Leave gpu_memory out."
-        )
-    bakes = expects_full_weights(asked.model, peft_config, options.sync, trust_remote_code=asked.args.trust_remote_code)
-    return MemoryBudget(
-        options.gpu_memory,
-        asked.model,
-        asked.args,
-        peft_config=peft_config,
-        quantization_config=asked.quantization_config,
-        engine_options=options.engine_options,
-        optimizer=asked.of_trl["optimizers"][0],
-        adapter_dtype=options.adapter_dtype,
-        shared=expects_one_copy(asked.model, asked.rollout, options.share_base),
-        has_engine=asked.rollout == "colocate",
-        rests=rests,
-        baked=bakes,
-        padded=not options.remove_padding,
-    )
 
 
 def _pair(source: Source, choice: EngineChoice, asked: _Asked) -> Pair:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from qlora_rl.adapter.initialization import apply_start
 from qlora_rl.adapter.shape import trained_shapes
 from qlora_rl.adapter.verdict import judge_adapter, judge_config
 from qlora_rl.base.checkpoint import MANIFEST, empty_model
@@ -301,31 +301,30 @@ def _is_special(peft_config: Any) -> bool:
     return bool(getattr(peft_config, "use_dora", False) or getattr(peft_config, "lora_dropout", 0.0))
 
 
-def check_memory(
-    model: str, args: Any, quantization: dict[str, Any], peft_config: Any, ours: dict[str, Any], *, rests: bool = True
-) -> None:
-    """Plan the memory of a run as its trainer will, by the name of its model: before a base is made of it.
+def budget_of(
+    model: Any,
+    args: GRPOConfig,
+    ours: Mapping[str, Any],
+    *,
+    peft_config: Any,
+    quantization_config: Any,
+    optimizer: Any = None,
+    rests: bool = True,
+) -> MemoryBudget:
+    """The budget of a trainer that is given these arguments; of one that is not made yet, by the name of its model.
 
     Args:
-        model: hub name or directory.
-        args: TRL's config.
-        quantization: transformers' `quantization_config` of the base.
-        peft_config: the adapter to make.
-        ours: arguments of the trainer in addition to TRL's.
-        rests: the engine generates nothing while the policy is trained.
-
-    Raises:
-        MemoryBudgetError: the run cannot fit into `gpu_memory`.
+        ours: arguments of the trainer in addition to TRL's; the others are as `MemoryBudget` takes them.
     """
-    rollout, peft_config = as_one(ours["rollout"]), apply_start(peft_config)[0]
-    MemoryBudget(
+    rollout = as_one(ours["rollout"])
+    return MemoryBudget(
         ours["gpu_memory"],
         model,
         args,
         peft_config=peft_config,
-        quantization_config=quantization,
+        quantization_config=quantization_config,
         engine_options=ours["engine_options"],
-        optimizer=None,
+        optimizer=optimizer,
         adapter_dtype=ours["adapter_dtype"],
         shared=expects_one_copy(model, rollout, ours["share_base"]),
         has_engine=rollout == "colocate",
