@@ -25,8 +25,8 @@ from qlora_rl.stages import begin
 from qlora_rl.train.metrics.measure import StepClock
 from qlora_rl.train.run import CONFIG, StepRecord
 from qlora_rl.train.run.progress import told
-from qlora_rl.train.run.trained_run import (
-    TrainedRun,
+from qlora_rl.train.run.recorded_training import (
+    RecordedTraining,
     check_adapter_dtype,
     load_tokenizer,
     open_run,
@@ -43,7 +43,7 @@ from qlora_rl.train.setup.residual_init import settle
 logger = logging.getLogger(__name__)
 
 
-class OfflineTrainer(TrainedRun):
+class OfflineTrainer(RecordedTraining):
     """Comes before TRL's class; a trainer's `__init__` calls `set_up`, and nothing else."""
 
     # TRL makes a frozen copy of a PeftModel's adapter, to refer to.

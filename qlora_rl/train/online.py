@@ -28,8 +28,8 @@ from qlora_rl.train.rollouts.engine_link import Link, link_policy, release, why_
 from qlora_rl.train.rollouts.engines import EngineChoice
 from qlora_rl.train.run import CONFIG, FINGERPRINTS
 from qlora_rl.train.run.progress import told
-from qlora_rl.train.run.trained_run import (
-    TrainedRun,
+from qlora_rl.train.run.recorded_training import (
+    RecordedTraining,
     check_adapter_dtype,
     load_tokenizer,
     open_run,
@@ -114,7 +114,7 @@ class _Asked:
         return self.of_trl["train_dataset"], self.of_trl["eval_dataset"]
 
 
-class OnlineTrainer(TrainedRun):
+class OnlineTrainer(RecordedTraining):
     """Comes before `MeasuredSteps` and TRL's class; a trainer's `__init__` calls `set_up`, and nothing else.
 
     Attributes:
@@ -437,7 +437,7 @@ class OnlineTrainer(TrainedRun):
         self.base_check, self.plan, self.bridge = link.base_check, link.plan, link.bridge
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As `TrainedRun.train`.
+        """As `RecordedTraining.train`.
 
         Raises:
             EngineClosedError: the trainer was closed; its run stays as it is.

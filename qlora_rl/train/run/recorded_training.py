@@ -1,4 +1,4 @@
-"""`TrainedRun`: a mixin for TRL's trainers that leaves a readable run directory, however the training ends."""
+"""`RecordedTraining`: a mixin for TRL's trainers that leaves a readable run directory, however the training ends."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 ADAPTER_DTYPES = ("float32", "bfloat16")
 
 
-class TrainedRun(Resumable, WrappedModel):
+class RecordedTraining(Resumable, WrappedModel):
     """Comes before TRL's class; its `__init__` sets `run` and `base`.
 
     Attributes:
