@@ -147,11 +147,7 @@ def _wrapped(layer: Any, path: str) -> Iterator[tuple[str, Any, Maker, Parts]]:
     found = _Found(layer, base, path)
     for name in ("weight", "bias"):
         if getattr(base, name, None) is not None:
-            yield _join(path, name), None, partial(_found, found, name), _all_of(layer)
-
-
-def _found(found: _Found, name: str, _: Any) -> torch.Tensor:
-    return found(name)
+            yield _join(path, name), None, partial(found, name), _all_of(layer)
 
 
 def _is_wrapped(module: Any) -> bool:
@@ -252,10 +248,11 @@ class _Found:
         self._layer, self._base, self._path = layer, base, path
         self._bias: torch.Tensor | None = None
 
-    def __call__(self, name: str) -> torch.Tensor:
+    def __call__(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """A `Maker`, whose dtype is not needed."""
         if name == "bias":
             if self._bias is None:
-                self("weight")
+                self("weight", dtype)
             return self._bias
         weight, self._bias = _probe(self._layer, self._base, self._path)
         return weight

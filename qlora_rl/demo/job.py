@@ -283,10 +283,6 @@ def _make_base(run: RunDirectory, say: Callable[[str], None], show_progress: boo
     return base
 
 
-def _on_ray(settings: DemoSettings) -> dict[str, Any]:
-    return {"replicas": 2} if settings.rollout == "ray" else {}
-
-
 def _arguments(settings: DemoSettings, run: RunDirectory, *, on_gpu: bool) -> dict[str, Any]:
     """Of GRPOConfig."""
     return dict(
@@ -345,6 +341,7 @@ def make_trainer(
     if settings.sync != "trl-merge":
         from qlora_rl.train.grpo import QLoRAGRPOTrainer
 
+        replicas = {"replicas": 2} if settings.rollout == "ray" else {}
         # The directory is ours and fresh; the trainer completes it.
         trainer: Any = QLoRAGRPOTrainer(
             model=base,
@@ -354,7 +351,7 @@ def make_trainer(
             existing_run="continue",
             rollout=settings.rollout,
             routing_replay=settings.routing_replay,
-            engine_options={"use_tqdm_on_load": False, **_on_ray(settings), **(engine_options or {})},
+            engine_options={"use_tqdm_on_load": False, **replicas, **(engine_options or {})},
             **arguments,
         )
     else:

@@ -13,12 +13,13 @@ from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.contracts import RolloutEngine, SyncReport
 from qlora_rl.distributed import join, ranks
 from qlora_rl.engine.started import as_one
-from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, RewardFunctionError
+from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
 from qlora_rl.fidelity import FidelityMonitor
 from qlora_rl.sharded_tensors import is_sharded
+from qlora_rl.train.linked import LinkedTrainer
 from qlora_rl.train.metrics.alarm import MismatchAlarm, alarm_for, check_word
 from qlora_rl.train.metrics.measure import MeasuredSteps
-from qlora_rl.train.metrics.rewards import agree_on, apply_attention_to, check_signature, guard
+from qlora_rl.train.metrics.rewards import apply_attention_to, check_signature, guard
 from qlora_rl.train.rloo import SampledLogprobs
 from qlora_rl.train.rollouts.endings import EndedCompletions
 from qlora_rl.train.rollouts.engine_link import Link, link_policy
@@ -92,39 +93,14 @@ class Attachment:
         self.close()
 
 
-class Attached(WrappedModel):
+class Attached(LinkedTrainer, WrappedModel):
     """The methods that an attached trainer has while it is attached."""
-
-    _link: Link
-    # Of reward functions, where several ranks must agree before one may raise.
-    _failures: list[RewardFunctionError] | None = None
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's; a second call pushes again, although its steps are counted from 0."""
         self._link.bridge.install(self)
         with ranks().one_outcome("training"):
             return super().train(*args, **kwargs)
-
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's, in which all ranks meet; then what a reward function has raised on one of them is raised on all."""
-        rewards = super()._calculate_rewards(*args, **kwargs)
-        agree_on(self._failures)
-        return rewards
-
-    def _load_best_model(self) -> None:
-        super()._load_best_model()
-        self._last_loaded_step = -1  # it is another policy now, though no step was made
-
-    def _before_rollout(self, mode: str) -> None:
-        if self._link.bridge.is_overtaken():
-            self._last_loaded_step = -1
-        self._link.bridge.begin(self.state.global_step, is_evaluation=mode == "eval")
-
-    def _after_generation(self) -> None:
-        self._link.bridge.rest()
-
-    def _rollout_facts(self) -> dict[str, float]:
-        return self._link.rollout_facts(None)
 
 
 def attach(

@@ -19,11 +19,12 @@ from qlora_rl.base.model_classes import directory_takes_images, may_take_images
 from qlora_rl.contracts import RolloutEngine, SyncReport
 from qlora_rl.distributed import join, ranks
 from qlora_rl.engine.started import ENGINES, as_one
-from qlora_rl.errors import ConfigConflictError, EngineClosedError, RewardFunctionError
+from qlora_rl.errors import ConfigConflictError, EngineClosedError
 from qlora_rl.stages import begin
 from qlora_rl.sync.plan import WISHES, plan_sync
+from qlora_rl.train.linked import LinkedTrainer
 from qlora_rl.train.metrics.alarm import alarm_for, check_word
-from qlora_rl.train.metrics.rewards import agree_on, apply_attention_to, as_list, check_signature, guard
+from qlora_rl.train.metrics.rewards import apply_attention_to, as_list, check_signature, guard
 from qlora_rl.train.rollouts.engine_link import Link, link_policy, release, why_dense
 from qlora_rl.train.rollouts.engines import EngineChoice
 from qlora_rl.train.run import CONFIG, FINGERPRINTS
@@ -114,7 +115,7 @@ class _Asked:
         return self.of_trl["train_dataset"], self.of_trl["eval_dataset"]
 
 
-class OnlineTrainer(RecordedTraining):
+class OnlineTrainer(LinkedTrainer, RecordedTraining):
     """Comes before `MeasuredSteps` and TRL's class; a trainer's `__init__` calls `set_up`, and nothing else.
 
     Attributes:
@@ -126,8 +127,6 @@ class OnlineTrainer(RecordedTraining):
     """
 
     memory: MemoryBudget | None
-    # Of reward functions, where several ranks must agree before one may raise.
-    _failures: list[RewardFunctionError] | None = None
 
     def set_up(
         self,
@@ -425,12 +424,6 @@ class OnlineTrainer(RecordedTraining):
             for reward, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
         ]
 
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's, in which all ranks meet; then what a reward function has raised on one of them is raised on all."""
-        rewards = super()._calculate_rewards(*args, **kwargs)
-        agree_on(self._failures)
-        return rewards
-
     def _take(self, link: Link) -> None:
         self._link = link
         self.engine: RolloutEngine = link.engine
@@ -459,18 +452,6 @@ class OnlineTrainer(RecordedTraining):
     def _after_train(self) -> None:
         self._link.check_base()
 
-    def _load_best_model(self) -> None:
-        super()._load_best_model()
-        self._last_loaded_step = -1  # it is another policy now, though no step was made
-
-    def _before_rollout(self, mode: str) -> None:
-        if self.bridge.is_overtaken():
-            self._last_loaded_step = -1
-        self.bridge.begin(self.state.global_step, is_evaluation=mode == "eval")
-
-    def _after_generation(self) -> None:
-        self.bridge.rest()
-
     def _states(self) -> dict[str, Any]:
         canary = self.bridge.strategy.canary
         return {
@@ -490,9 +471,6 @@ class OnlineTrainer(RecordedTraining):
     def _write_rest(self) -> None:
         self._record.flush()
         self._rollout_facts()  # a push whose rollout or reward failed is still written down
-
-    def _rollout_facts(self) -> dict[str, float]:
-        return self._link.rollout_facts(self.run)
 
 
 def _columns(asked: _Asked) -> Any:

@@ -158,9 +158,8 @@ def check_messages(
                 if shape in seen:
                     continue
                 seen.add(shape)
-                of_row = (
-                    {} if is_online else {"tools": _tools(row.get("tools")), **(row.get("chat_template_kwargs") or {})}
-                )
+                tools = json.loads(said) if isinstance(said := row.get("tools"), str) else said
+                of_row = {} if is_online else {"tools": tools, **(row.get("chat_template_kwargs") or {})}
                 try:
                     processing_class.apply_chat_template(
                         list(messages), tokenize=False, add_generation_prompt=asks, **{**(given or {}), **of_row}
@@ -191,10 +190,6 @@ def _talks(row: Mapping[str, Any], is_online: bool) -> Iterator[tuple[str, Seque
 
 def _is_talk(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(message, Mapping) for message in value)
-
-
-def _tools(given: Any) -> Any:
-    return json.loads(given) if isinstance(given, str) else given
 
 
 def why_no_step(args: Any, dataset: Any) -> str:

@@ -62,9 +62,10 @@ def told_no_vllm(args: GRPOConfig, reward_funcs: list[Any]) -> Iterator[None]:
 
 def engine_options(args: GRPOConfig) -> dict[str, Any]:
     """Arguments of LocalEngine out of the `vllm_*` fields, with TRL's meaning of each."""
+    of_a_row = getattr(args, "steps_per_generation", None) or PAIR  # completions in one rollout
     return {
         "max_model_length": getattr(args, "vllm_max_model_length", None),
-        "max_num_seqs": args.per_device_train_batch_size * args.vllm_tensor_parallel_size * _completions(args),
+        "max_num_seqs": args.per_device_train_batch_size * args.vllm_tensor_parallel_size * of_a_row,
         "tensor_parallel_size": args.vllm_tensor_parallel_size,
         "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
         "enable_sleep": args.vllm_enable_sleep_mode,
@@ -72,11 +73,6 @@ def engine_options(args: GRPOConfig) -> dict[str, Any]:
         "trust_remote_code": args.trust_remote_code,
         "seed": args.seed,
     }
-
-
-def _completions(args: Any) -> int:
-    """How many completions one row of a training batch stands for in one rollout."""
-    return getattr(args, "steps_per_generation", None) or PAIR
 
 
 def sampling_spec(args: GRPOConfig, ends: Sequence[int] = ()) -> SamplingSpec:
