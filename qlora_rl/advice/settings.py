@@ -193,29 +193,7 @@ def recommend(
     ):  # of a base that is prepared nothing can be chosen
         spec = replace(spec, quantize_experts=True)
         estimate = _fitted(config_of_model, task, wished, request | {"spec": spec}, per_step)
-    batch = estimate.request.batch_size // METHODS[task].sequences
-    length = estimate.request.max_length
-    config: dict[str, Any] = {
-        "max_steps": max_steps,
-        "learning_rate": learning_rate(task, estimate.shape.parameters, max_steps),
-        "lr_scheduler_type": "constant_with_warmup",
-        "warmup_steps": min(10, max_steps // 10),
-        "optim": optimizer,
-        "per_device_train_batch_size": batch,
-        "gradient_accumulation_steps": max(1, per_step // batch),
-        "gradient_checkpointing": True,
-        "bf16": True,
-    }
-    config |= {way.config[0]: way.config[1] for way in _turned_on(estimate)}
-    if task in SAMPLING:
-        config |= {
-            **({} if task in TAUGHT else {"num_generations": _GENERATIONS}),
-            "vllm_max_model_length": length,
-            "max_completion_length": min(length // 2, _LONGEST_ON_CPU) if is_slow and not max_length else length // 2,
-        }
-        config |= CORRECTION if task == "grpo" else {}
-    else:
-        config["max_length"] = length
+    config = _training(task, estimate, per_step, max_steps, is_short=is_slow and not max_length)
     lora = {
         "r": METHODS[task].rank,
         "lora_alpha": _ALPHA,
@@ -243,6 +221,32 @@ def recommend(
             reasons["max_completion_length"] = "no GPU here: short, as sampling is slow; --max-length changes it"
     reasons["learning_rate"] = _why_rate(task, estimate.shape.parameters, max_steps)
     return Recommendation(task, base, lora, config, trainer, reasons, estimate)
+
+
+def _training(task: str, estimate: MemoryEstimate, per_step: int, max_steps: int, *, is_short: bool) -> dict[str, Any]:
+    """Fields of TRL's config; `is_short`: completions are short, whatever length there is."""
+    request = estimate.request
+    batch, length = request.batch_size // METHODS[task].sequences, request.max_length
+    config: dict[str, Any] = {
+        "max_steps": max_steps,
+        "learning_rate": learning_rate(task, estimate.shape.parameters, max_steps),
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": min(10, max_steps // 10),
+        "optim": request.optimizer,
+        "per_device_train_batch_size": batch,
+        "gradient_accumulation_steps": max(1, per_step // batch),
+        "gradient_checkpointing": True,
+        "bf16": True,
+    }
+    config |= {way.config[0]: way.config[1] for way in _turned_on(estimate)}
+    if task not in SAMPLING:
+        return config | {"max_length": length}
+    return config | {
+        **({} if task in TAUGHT else {"num_generations": _GENERATIONS}),
+        "vllm_max_model_length": length,
+        "max_completion_length": min(length // 2, _LONGEST_ON_CPU) if is_short else length // 2,
+        **(CORRECTION if task == "grpo" else {}),
+    }
 
 
 def learning_rate(task: str, parameters: float, max_steps: int = _STEPS) -> float:

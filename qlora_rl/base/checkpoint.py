@@ -162,7 +162,20 @@ def prepare_base(
     choice = Calibration.of(calibrate, measure, spec)
     if not isinstance(model, str | os.PathLike):
         return _prepare_object(model, spec, tokenizer, out, choice)
-    source = _local_directory(os.fspath(model), revision)
+    return _prepare_directory(os.fspath(model), revision, spec, tokenizer, out, choice, trust_remote_code)
+
+
+def _prepare_directory(
+    model: str,
+    revision: str | None,
+    spec: QuantSpec,
+    tokenizer: Any,
+    out: str | os.PathLike[str] | None,
+    choice: Calibration,
+    trust_remote_code: bool,
+) -> PreparedBase:
+    """`prepare_base` of a hub name, or of the directory of a checkpoint or a base."""
+    source = _local_directory(model, revision)
     if (source / MANIFEST).is_file():
         base = open_base(source)
         if spec not in (QuantSpec(), base.spec):
@@ -207,8 +220,8 @@ def prepare_base(
             shutil.copy(code, directory / code.name)
         return written
 
-    name = Path(os.fspath(model)).name if source == Path(model) else os.fspath(model).replace("/", "--")
-    made = _publish(name, choice.label(spec), inputs, out, write, source=os.fspath(model), choice=choice)
+    name = source.name if source == Path(model) else model.replace("/", "--")
+    made = _publish(name, choice.label(spec), inputs, out, write, source=model, choice=choice)
     if method is not None:
         return made
     return _measured_since(

@@ -48,10 +48,30 @@ class Attachment:
         bridge: what TRL generates through.
     """
 
-    def __init__(self, trainer: Any, link: Link, kind: type, before: dict[str, Any], callbacks: list[Any]):
+    def __init__(self, trainer: Any, link: Link, rollout_func: Any, on_mismatch: str):
         self.engine: RolloutEngine = link.engine
         self.base_check, self.plan, self.bridge = link.base_check, link.plan, link.bridge
-        self._trainer, self._link, self._kind, self._before, self._callbacks = trainer, link, kind, before, callbacks
+        self._trainer, self._link, self._kind = trainer, link, type(trainer)
+        names = (*_ATTRIBUTES, "reward_funcs")
+        self._before = {name: trainer.__dict__[name] for name in names if name in trainer.__dict__}
+        trainer.__class__ = _attached(self._kind)
+        trainer._link, trainer.bridge, trainer.engine = link, link.bridge, link.engine
+        _prepare_rewards(trainer)
+        callbacks = list(trainer.callback_handler.callbacks)
+        keep_start(trainer)
+        link.bridge.install(trainer)
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        if (truncated := truncation_of(trainer, link.bridge.sampling)) is not None:
+            bare = bare_model(model)
+            self._before["forward"] = bare, bare.__dict__["forward"]  # TRL's, which has its fused head
+            use_small_tiles(bare, trainer.temperature, truncated=truncated)
+            trainer._truncated = truncated
+        alarm = alarm_for(
+            link, model, trainer.args, on_mismatch, rollout_func=rollout_func, truncated=trainer._truncated
+        )
+        trainer.measure_into(None, alarm, compares=link.bridge.knows_logprobs(rollout_func))
+        self._callbacks = [c for c in trainer.callback_handler.callbacks if c not in callbacks]
+        logger.info("%s samples from %s", self._kind.__name__, link.engine.capabilities().name)
 
     @property
     def fidelity(self) -> FidelityMonitor:
@@ -166,24 +186,7 @@ def attach(
             allow_base_mismatch=allow_base_mismatch,
             on_mismatch=on_mismatch,
         )
-    kind = type(trainer)
-    before = {name: trainer.__dict__[name] for name in (*_ATTRIBUTES, "reward_funcs") if name in trainer.__dict__}
-    trainer.__class__ = _attached(kind)
-    trainer._link, trainer.bridge, trainer.engine = link, link.bridge, link.engine
-    _prepare_rewards(trainer)
-    callbacks = list(trainer.callback_handler.callbacks)
-    keep_start(trainer)
-    link.bridge.install(trainer)
-    if (truncated := truncation_of(trainer, link.bridge.sampling)) is not None:
-        bare = bare_model(model)
-        before["forward"] = bare, bare.__dict__["forward"]  # TRL's, which has its fused head
-        use_small_tiles(bare, trainer.temperature, truncated=truncated)
-        trainer._truncated = truncated
-    alarm = alarm_for(link, model, trainer.args, on_mismatch, rollout_func=rollout_func, truncated=trainer._truncated)
-    trainer.measure_into(None, alarm, compares=link.bridge.knows_logprobs(rollout_func))
-    added = [c for c in trainer.callback_handler.callbacks if c not in callbacks]
-    logger.info("%s samples from %s", kind.__name__, link.engine.capabilities().name)
-    return Attachment(trainer, link, kind, before, added)
+    return Attachment(trainer, link, rollout_func, on_mismatch)
 
 
 def _prepare_rewards(trainer: Any) -> None:
