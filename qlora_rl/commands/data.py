@@ -36,11 +36,9 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Load the tokenizer and the data, nothing else."""
-    from qlora_rl.demo.job import quieten
     from qlora_rl.engine.loading import loading
 
-    with loading():  # and TRL's config classes
-        quieten()
+    with loading(quietly=True):  # and TRL's config classes
         import datasets
 
         datasets.disable_progress_bars()

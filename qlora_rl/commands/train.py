@@ -54,11 +54,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(
             "reading the run: no file was given. `qlora-rl train --example grpo > run.toml` makes one to start from."
         )
-    from qlora_rl.demo.job import quieten
     from qlora_rl.engine.loading import loading
 
-    with loading():  # and TRL's config classes
-        quieten()  # torch reads its part of the environment when it is imported
+    with loading(quietly=True):  # and TRL's config classes
         import transformers
 
         from qlora_rl.config.directories import next_of, usual_directory

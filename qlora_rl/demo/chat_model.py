@@ -306,7 +306,7 @@ def main() -> None:
 
 def _make(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     begin("loading the libraries")
-    from qlora_rl.demo.job import quieten
+    from qlora_rl.engine.loading import quieten
 
     quieten()
     started = time.monotonic()

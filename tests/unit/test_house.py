@@ -223,7 +223,7 @@ def test_the_help_of_the_command_loads_nothing_heavy():
 
 def test_what_keeps_the_libraries_quiet_comes_before_torch():
     """Torch reads its log level when it is imported, and warns of NUMA nodes on some machines."""
-    code = "import sys; from qlora_rl.demo.job import quieten; print('torch' in sys.modules)"
+    code = "import sys; from qlora_rl.engine.loading import quieten; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
