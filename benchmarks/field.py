@@ -463,7 +463,7 @@ def _made_bases() -> Iterator[Path]:
 
 def main() -> None:
     """Run them all, or be one of them."""
-    from qlora_rl.demo.job import quieten
+    from qlora_rl.engine.loading import quieten
 
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is made here
     quieten()

@@ -26,7 +26,7 @@ from starts import STARTS, started, steps  # noqa: E402
 from support import make_model  # noqa: E402
 
 from qlora_rl import LocalEngine, bake_base, judge_adapter, prepare_base  # noqa: E402
-from qlora_rl.demo.job import quieten  # noqa: E402
+from qlora_rl.engine.loading import quieten  # noqa: E402
 from qlora_rl.train.run import describe_machine, describe_versions  # noqa: E402
 
 

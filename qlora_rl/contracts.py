@@ -83,8 +83,6 @@ class Rollout:
         return sum(len(ids) for ids in self.completion_ids)
 
 
-# Ten times TRL's defaults, which are for full fine-tuning: LWR finds LoRA's best rate there, whatever the rank.
-LEARNING_RATES = {"grpo": 1e-5, "rloo": 1e-5, "sft": 2e-4, "dpo": 1e-5, "kto": 1e-5, "distill": 1e-5}
 # Where TRL looks for the images of a row.
 IMAGES = "images"
 # How a base can be held.

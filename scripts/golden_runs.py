@@ -83,6 +83,13 @@ _RUNS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
     "online-dpo": ("online_dpo", "qwen2", "sums", ()),
     "sft": ("sft", "qwen3", "texts", ()),
     "dpo": ("dpo", "qwen2", "pairs", ()),
+    "kto": ("kto", "qwen2", "pairs", ()),
+    "distill": (
+        "distill",
+        "qwen3",
+        "sums",
+        ("teacher.adapter=policy", "teacher.prompt_template={prompt}{answer}, {prompt}"),
+    ),
     "async": ("async_grpo", "qwen3", "sums", ("rollout.rollout_threads=1",)),
     "server": ("grpo", "qwen3", "sums", ("rollout.where=server",)),
     "mixture": (
@@ -159,13 +166,15 @@ def _command(name: str, file: Path, settings: tuple[str, ...]) -> list[str]:
 def _run_one(name: str, where: Path, models: Path) -> dict[str, Any]:
     method, model, data, settings = _RUNS[name]
     directory, file = where / "runs" / name, where / f"{name}.toml"
-    text = _OFFLINE if method in ("sft", "dpo") else _GRPO
+    text = _OFFLINE if method in ("sft", "dpo", "kto") else _GRPO
     text = text.format(method=method, model=models / model, data=where / f"{data}.jsonl", directory=directory)
     if "adapter.kind=none" in settings:
         text = text.replace("[adapter]\nr = 4\n", "")
     if method == "online_dpo":
         text = text.replace("max_completion_length = 8", "max_new_tokens = 8").replace("num_generations = 4\n", "")
         text = text.replace("vllm_max_model_length = 64", "max_length = 64")
+    if method == "distill":
+        text = text.replace('[[rewards]]\nuse = "even.py:even_digits"\n', "").replace("num_generations = 4\n", "")
     file.write_text(text)
     environment = os.environ | {
         "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "QLORA_RL_CACHE": str(where / "cache"),

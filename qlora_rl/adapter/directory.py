@@ -69,13 +69,6 @@ def load_adapters(model: Any, directory: Path) -> None:
                 break
 
 
-def read_saved(directory: Path) -> dict[str, torch.Tensor]:
-    """The tensors of the one adapter in a directory that `save_pretrained` has written, by PEFT's names."""
-    from safetensors.torch import load_file
-
-    return load_file(directory / WEIGHTS)
-
-
 def saved_names(model: Any) -> dict[str, str]:
     """By which names `save_pretrained` writes what is trained, by the names that it has in the live model.
 

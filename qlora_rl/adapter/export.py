@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from qlora_rl.adapter.directory import open_adapter
-from qlora_rl.adapter.inspected import InspectedAdapter, active_adapter, ranks_of
+from qlora_rl.adapter.inspected import InspectedAdapter, active_adapter, factors_of, ranks_of
 from qlora_rl.adapter.verdict import Verdict, judge_adapter, judge_opened
 from qlora_rl.contracts import AdapterBundle, lora_name
 from qlora_rl.errors import AdapterRejectedError, collected
@@ -60,9 +60,9 @@ def export_subject(
     rank = max(ranks_of(layer, adapter) for _, layer in layers)
     tensors: dict[str, torch.Tensor] = {}
     for name, layer in layers:
-        own = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
-        a_RI, b_OR = own if weights is None else weights[name]
-        scale = float(layer.scaling[adapter])
+        a_RI, b_OR, scale, _ = factors_of(layer, adapter)
+        if weights is not None:
+            a_RI, b_OR = weights[name]
         wanted = dtype or b_OR.dtype
         scaled_OR = b_OR.to(wanted) * scale if is_folded_after(scale, wanted) else (b_OR.float() * scale).to(wanted)
         if wanted == torch.float16 and not bool(

@@ -7,7 +7,7 @@ import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -143,6 +143,26 @@ def active_adapter(model: Any) -> str:
 def method_of(config: Any) -> str:
     """PEFT's name of the method of a config."""
     return str(getattr(config.peft_type, "value", config.peft_type))
+
+
+class Factors(NamedTuple):
+    """What an adapter adds to a layer: `scale` times B @ A.
+
+    Attributes:
+        a_RI, b_OR: as the layer holds them.
+        rest: what would make it more than that: PEFT's variant of LoRA, a bias of B; each `None` where there is none.
+    """
+
+    a_RI: torch.Tensor
+    b_OR: torch.Tensor
+    scale: float
+    rest: tuple[Any, ...]
+
+
+def factors_of(layer: LoraLayer, adapter: str) -> Factors:
+    """The one place where A and B of a layer come from, for export, pushes and full weights."""
+    a, b = layer.lora_A[adapter], layer.lora_B[adapter]
+    return Factors(a.weight, b.weight, float(layer.scaling[adapter]), (layer.lora_variant.get(adapter), b.bias))
 
 
 def ranks_of(layer: LoraLayer, adapter: str) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from qlora_rl.adapter.export import export_subject, is_folded_after
-from qlora_rl.adapter.inspected import InspectedAdapter, active_adapter, not_finite
+from qlora_rl.adapter.inspected import Factors, InspectedAdapter, active_adapter, factors_of, not_finite
 from qlora_rl.adapter.verdict import Verdict, judge_adapter
 from qlora_rl.contracts import AdapterBundle, lora_name
 from qlora_rl.errors import AdapterRejectedError, collected
@@ -33,7 +33,7 @@ class LiveAdapter:
         self.dtype = dtype
         self._verdict: Verdict | None = None
         self._subject: InspectedAdapter | None = None
-        self._seen: list[tuple[Any, ...]] = []
+        self._seen: list[Factors] = []
         self._bundle: AdapterBundle | None = None
         self._shape: tuple[tuple[str, int], ...] = ()
         self._places: tuple[Any, ...] = ()
@@ -95,7 +95,7 @@ class LiveAdapter:
         return self._gathered
 
     def _first_not_finite(self) -> str | None:
-        if not any(one is not entry[0] for (one, _), entry in zip(self._weights(), self._seen, strict=True)):
+        if not any(one is not entry.a_RI for (one, _), entry in zip(self._weights(), self._seen, strict=True)):
             return not_finite(self._subject)
         bad = [not bool(torch.isfinite(torch.stack([*a.aminmax(), *b.aminmax()])).all()) for a, b in self._weights()]
         return next((name for (name, _), is_bad in zip(self._shape, bad, strict=True) if is_bad), None)
@@ -112,7 +112,7 @@ class LiveAdapter:
         """
         a_places, b_places = self._cut(places)
         a_sources, b_sources = ([pair[i] for pair in self._weights()] for i in (0, 1))
-        scales = [entry[2] for entry in self._seen]
+        scales = [entry.scale for entry in self._seen]
         torch._foreach_copy_(a_places, a_sources)
         if b_sources[0].is_cpu:
             for b_OR, place, scale in zip(b_sources, b_places, scales, strict=True):
@@ -146,30 +146,25 @@ class LiveAdapter:
         self._verdict, self._subject = verdict, InspectedAdapter(self.model, active_adapter(self.model))
         self._seen = self._signature()
         names = self._subject.layers
-        self._shape = tuple((name, shape_of(entry[0])[0]) for name, entry in zip(names, self._seen, strict=True))
+        self._shape = tuple((name, shape_of(entry.a_RI)[0]) for name, entry in zip(names, self._seen, strict=True))
 
-    def _signature(self) -> list[tuple[Any, ...]]:
-        """What each layer multiplies with, as objects: A, B, scale; empty where one of them is merged or switched
-        off."""
+    def _signature(self) -> list[Factors]:
+        """What each layer multiplies with, as objects; empty where one of them is merged or switched off."""
         adapter = self._subject.adapter
         if self.model.active_adapters != [adapter]:
             return []
         found = []
         for layer in self._subject.layers.values():
-            a, b = layer.lora_A[adapter], layer.lora_B[adapter]
-            if (
-                layer.merged_adapters
-                or layer.disable_adapters
-                or layer.active_adapters != [adapter]
-                or b.bias is not None
-            ):
+            if layer.merged_adapters or layer.disable_adapters or layer.active_adapters != [adapter]:
                 return []
-            found.append((a.weight, b.weight, float(layer.scaling[adapter]), layer.lora_variant.get(adapter)))
+            found.append(factors_of(layer, adapter))
         return found
 
 
-def _is_same(seen: list[tuple[Any, ...]], before: list[tuple[Any, ...]]) -> bool:
+def _is_same(seen: list[Factors], before: list[Factors]) -> bool:
     """The same objects in the same layers; scales may have changed, numbers are not looked at."""
     return len(seen) == len(before) and all(
-        now[0] is then[0] and now[1] is then[1] and now[3] is then[3] for now, then in zip(seen, before, strict=True)
+        one is other
+        for now, then in zip(seen, before, strict=True)
+        for one, other in zip((*now[:2], *now.rest), (*then[:2], *then.rest), strict=True)
     )

@@ -7,7 +7,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from qlora_rl.adapter.directory import adapter_in, read_saved, without_place
+from qlora_rl.adapter.directory import adapter_in, without_place
+from qlora_rl.adapter.store import read_tensors
 from qlora_rl.adapter.verdict import judge_adapter
 from qlora_rl.errors import AdapterRejectedError, collected
 
@@ -65,7 +66,7 @@ def add_frozen(model: Any, directory: str | os.PathLike[str], name: str, *, base
     trained = {n for n, parameter in model.named_parameters() if parameter.requires_grad}
     try:
         model.add_adapter(name, config)
-        found = set_peft_model_state_dict(model, read_saved(directory), adapter_name=name)
+        found = set_peft_model_state_dict(model, read_tensors(directory), adapter_name=name)
     except (RuntimeError, ValueError, KeyError) as error:
         raise AdapterRejectedError(f"{doing}: it cannot stand next to the adapter of the model: {error}") from error
     for n, parameter in model.named_parameters():

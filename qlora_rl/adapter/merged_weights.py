@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from qlora_rl.adapter.inspected import bare_model, is_lora_layer, own_name
+from qlora_rl.adapter.inspected import bare_model, factors_of, is_lora_layer, own_name
 from qlora_rl.adapter.verdict import judge_adapter
 from qlora_rl.base.experts import Names
 from qlora_rl.base.quant import dequantised_rows, dequantised_weight
@@ -147,11 +147,7 @@ def _wrapped(layer: Any, path: str) -> Iterator[tuple[str, Any, Maker, Parts]]:
     found = _Found(layer, base, path)
     for name in ("weight", "bias"):
         if getattr(base, name, None) is not None:
-            yield _join(path, name), None, partial(_found, found, name), _all_of(layer)
-
-
-def _found(found: _Found, name: str, _: Any) -> torch.Tensor:
-    return found(name)
+            yield _join(path, name), None, partial(found, name), _all_of(layer)
 
 
 def _is_wrapped(module: Any) -> bool:
@@ -226,8 +222,8 @@ def _with_lora(layer: Any, base: Any, dtype: torch.dtype) -> torch.Tensor:
         for adapter in layer.active_adapters:
             if adapter not in layer.lora_A:
                 continue
-            a_RI, b_OR = layer.lora_A[adapter].weight.float(), layer.lora_B[adapter].weight[here].float()
-            rows_OI.addmm_(b_OR, a_RI, alpha=float(layer.scaling[adapter]))
+            a_RI, b_OR, scale, _ = factors_of(layer, adapter)
+            rows_OI.addmm_(b_OR[here].float(), a_RI.float(), alpha=scale)
             if layer.lora_variant.get(adapter) is not None:
                 lengths_O = layer.lora_magnitude_vector[adapter].weight[here].float()
                 rows_OI.mul_((lengths_O / torch.linalg.vector_norm(rows_OI, dim=1))[:, None])
@@ -252,10 +248,11 @@ class _Found:
         self._layer, self._base, self._path = layer, base, path
         self._bias: torch.Tensor | None = None
 
-    def __call__(self, name: str) -> torch.Tensor:
+    def __call__(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """A `Maker`, whose dtype is not needed."""
         if name == "bias":
             if self._bias is None:
-                self("weight")
+                self("weight", dtype)
             return self._bias
         weight, self._bias = _probe(self._layer, self._base, self._path)
         return weight

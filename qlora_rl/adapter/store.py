@@ -34,7 +34,7 @@ def write_adapter(bundle: AdapterBundle, directory: Path) -> None:
 
 
 def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a canonical PEFT directory, by name."""
+    """The tensors of the one adapter in a PEFT directory, by PEFT's names."""
     from safetensors.torch import load_file
 
     return load_file(directory / WEIGHTS)

@@ -3,10 +3,9 @@
 from qlora_rl.advice.chat import Chat, chat_of
 from qlora_rl.advice.rows import Tables, is_adapter, tables_for, tables_from
 from qlora_rl.advice.run_file import run_file
-from qlora_rl.advice.settings import TASKS, Recommendation, recommend
+from qlora_rl.advice.settings import Recommendation, recommend
 
 __all__ = [
-    "TASKS",
     "Chat",
     "Recommendation",
     "Tables",

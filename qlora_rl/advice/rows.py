@@ -12,13 +12,13 @@ from typing import Any
 from qlora_rl.adapter.directory import adapter_in
 from qlora_rl.advice.chat import Chat
 from qlora_rl.config.paths import split_reward
-from qlora_rl.config.schema import METHODS, TEACHERS, Data
+from qlora_rl.config.schema import TEACHERS, Data
 from qlora_rl.contracts import IMAGES
 from qlora_rl.data.files import ANSWERS, PROMPTS, check_files, is_file
 from qlora_rl.data.known import known_dataset
 from qlora_rl.data.load import read_rows
 from qlora_rl.errors import ConfigConflictError, collected
-from qlora_rl.memory.methods import TAUGHT
+from qlora_rl.methods import METHODS
 from qlora_rl.rewards.numbers import final_number
 
 _TALKS = ("messages", "conversations")
@@ -110,7 +110,7 @@ def tables_for(
         data["prompt_template"] = f"{instruction}\n\n{asked}" + ("" if has_messages else "\n")
     rewards = [] if not scores else [{"use": reward}] if reward else told.get("rewards", [])
     tables = Tables(data, [dict(each) for each in rewards], dict(told.get("comments", {})), length)
-    return replace(tables, teacher=_teacher(name, teacher, told, data, is_talk)) if task in TAUGHT else tables
+    return replace(tables, teacher=_teacher(name, teacher, told, data, is_talk)) if METHODS[task].is_taught else tables
 
 
 def is_adapter(teacher: str) -> bool:

@@ -7,8 +7,8 @@ from typing import Any
 
 from qlora_rl.advice.rows import Tables
 from qlora_rl.advice.settings import Recommendation
-from qlora_rl.config.schema import METHODS, PLANNED
 from qlora_rl.config.write import value
+from qlora_rl.methods import METHODS
 
 # PEFT is told it by the trainer, and the trainer's field has another name in the file.
 _ELSEWHERE = ("task_type",)
@@ -91,7 +91,7 @@ def run_file(
         *((("[rollout]", cache, {"kv_cache_gib": reasons["engine_options"]}),) if cache else ()),
         ("[train]", train, reasons),
     ]
-    if gpu_memory and METHODS[advice.task].samples and advice.task in PLANNED:
+    if gpu_memory and METHODS[advice.task].is_planned:
         blocks.append(("[run]", {"gpu_memory": gpu_memory}, reasons))
     for head, held, why in blocks:
         lines += ["", head, *_rows(held, why)]

@@ -20,34 +20,21 @@ from typing import Any
 from qlora_rl.base.model_classes import adaptable
 from qlora_rl.base.quant import QuantSpec
 from qlora_rl.base.unsupported_configs import Limit, engine_positions, function_limit
-from qlora_rl.contracts import LEARNING_RATES
 from qlora_rl.engine.compat import may_sleep
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.fidelity import CORRECTION
 from qlora_rl.memory.cards import card_size
-from qlora_rl.memory.methods import TAUGHT
 from qlora_rl.memory.pace import Pace, pace_of
 from qlora_rl.memory.plan import GIB, SLEEPS, WAYS, MemoryEstimate, Way, largest_length, plan_memory
 from qlora_rl.memory.shape import check_supported, read_config, stored_base, stored_spec
+from qlora_rl.methods import ESTIMATED, METHODS, SAMPLING, TAUGHT
 
-TASKS = {
-    "grpo": "GRPOConfig",
-    "rloo": "RLOOConfig",
-    "sft": "SFTConfig",
-    "dpo": "DPOConfig",
-    "kto": "KTOConfig",
-    "distill": "DistillationConfig",
-}
-_SAMPLING = ("grpo", "rloo", "distill")
 _LARGE = 30e9  # parameters, from which QLoRA halves the rate of SFT
 _USUAL = 8e9  # parameters, for which the other rates are meant
 _SHORT_RUN = 100  # steps, below which LWR finds 15 times the rate of full fine-tuning better than 10 times
 _STEPS, _LENGTH = 200, 2048  # of a first run
 _GAIN = 0.05  # of a step's time, for which the KV cache is freed between rollouts although the run fits without
-_RANKS = {"grpo": 16, "rloo": 16, "sft": 64, "dpo": 16, "kto": 16, "distill": 16}
 _ALPHA = 32
-# Sequences of one optimizer step; of GRPO and RLOO: eight prompts, eight completions each.
-_PER_STEP = {"grpo": 64, "rloo": 64, "sft": 32, "dpo": 32, "kto": 32, "distill": 64}
 _GENERATIONS = 8
 # Where a CPU samples: completions of a step, and tokens of a completion where no length was asked for.
 _ON_CPU, _LONGEST_ON_CPU = 16, 128
@@ -71,7 +58,7 @@ class Recommendation:
         )
 
     Attributes:
-        task: one of `TASKS`.
+        task: one of `ESTIMATED`.
         base: arguments of `prepare_base`.
         lora: of PEFT's LoraConfig.
         config: of TRL's config for the task.
@@ -91,7 +78,7 @@ class Recommendation:
     @property
     def pace(self) -> Pace | None:
         """About how long a step takes; `None` on a CPU, and without a card."""
-        return pace_of(self.estimate, _PER_STEP[self.task])
+        return pace_of(self.estimate, METHODS[self.task].per_step)
 
     @property
     def fits(self) -> bool:
@@ -109,7 +96,8 @@ class Recommendation:
         }
 
     def __str__(self) -> str:
-        titles = {"base": "prepare_base", "lora": "LoraConfig", "config": TASKS[self.task], "trainer": "the trainer"}
+        of_trl = METHODS[self.task].config
+        titles = {"base": "prepare_base", "lora": "LoraConfig", "config": of_trl, "trainer": "the trainer"}
         lines = []
         for part, title in titles.items():
             values = getattr(self, part)
@@ -170,28 +158,28 @@ def recommend(
         ConfigConflictError: an unknown task, a size that is none, or nothing that transformers can read.
         NotYetSupportedError: a mixture of experts, or a model for images, of an unsupported type.
     """
-    if task not in TASKS:
-        raise ConfigConflictError(f"recommending settings: task={task!r} is not one of {(*TASKS,)}.")
+    if task not in ESTIMATED:
+        raise ConfigConflictError(f"recommending settings: task={task!r} is not one of {ESTIMATED}.")
     try:
         gpu_memory = None if gpu_memory is None else card_size(gpu_memory)
     except ValueError as error:
         raise ConfigConflictError(f"recommending settings: gpu_memory={error}.") from None
     device = device or _device(gpu_memory)
     spec = stored_spec(model)
-    is_slow = device == "cpu" and task in _SAMPLING
-    per_step = _ON_CPU if is_slow else _PER_STEP[task]
+    is_slow = device == "cpu" and task in SAMPLING
+    per_step = _ON_CPU if is_slow else METHODS[task].per_step
     optimizer = "paged_adamw_8bit" if device == "cuda" else "adamw_torch_fused"
     config_of_model = read_config(model, trust_remote_code=trust_remote_code)
     check_supported(config_of_model)
     adapted = adaptable(config_of_model, "all-linear")
     request = {
         "spec": spec,
-        "rank": _RANKS[task],
+        "rank": METHODS[task].rank,
         "target_modules": adapted,
         "optimizer": optimizer,
         "gpu_memory_gib": gpu_memory,
         "device": device,
-        "has_engine": task in _SAMPLING,
+        "has_engine": task in SAMPLING,
         "can_sleep": may_sleep(lends=True),
         "method": task if task in TAUGHT else "grpo",
     }
@@ -205,31 +193,9 @@ def recommend(
     ):  # of a base that is prepared nothing can be chosen
         spec = replace(spec, quantize_experts=True)
         estimate = _fitted(config_of_model, task, wished, request | {"spec": spec}, per_step)
-    batch = estimate.request.batch_size // (2 if task == "dpo" else 1)
-    length = estimate.request.max_length
-    config: dict[str, Any] = {
-        "max_steps": max_steps,
-        "learning_rate": learning_rate(task, estimate.shape.parameters, max_steps),
-        "lr_scheduler_type": "constant_with_warmup",
-        "warmup_steps": min(10, max_steps // 10),
-        "optim": optimizer,
-        "per_device_train_batch_size": batch,
-        "gradient_accumulation_steps": max(1, per_step // batch),
-        "gradient_checkpointing": True,
-        "bf16": True,
-    }
-    config |= {way.config[0]: way.config[1] for way in _turned_on(estimate)}
-    if task in _SAMPLING:
-        config |= {
-            **({} if task in TAUGHT else {"num_generations": _GENERATIONS}),
-            "vllm_max_model_length": length,
-            "max_completion_length": min(length // 2, _LONGEST_ON_CPU) if is_slow and not max_length else length // 2,
-        }
-        config |= CORRECTION if task == "grpo" else {}
-    else:
-        config["max_length"] = length
+    config = _training(task, estimate, per_step, max_steps, is_short=is_slow and not max_length)
     lora = {
-        "r": _RANKS[task],
+        "r": METHODS[task].rank,
         "lora_alpha": _ALPHA,
         "lora_dropout": 0.0,
         "target_modules": adapted,
@@ -241,7 +207,7 @@ def recommend(
     if task in TAUGHT:  # its trainer does not plan
         trainer["engine_options"] = {"kv_cache_gib": round(estimate.cache_gib, 3)}
         trainer |= {"teacher_model": os.fspath(teacher)} if teacher is not None else {}
-    elif task in _SAMPLING and gpu_memory is not None:
+    elif task in SAMPLING and gpu_memory is not None:
         trainer["gpu_memory"] = gpu_memory
     reasons = _reasons(task, device, estimate, max_length, function_limit(config_of_model))
     if (made := stored_base(model)) is not None:
@@ -249,7 +215,7 @@ def recommend(
     elif spec.is_4bit and not getattr(config_of_model, "quantization_config", None):
         reasons["calibrate"] = _CALIBRATED
     if is_slow:
-        why = f"no GPU here: {per_step} completions per step instead of {_PER_STEP[task]}"
+        why = f"no GPU here: {per_step} completions per step instead of {METHODS[task].per_step}"
         reasons["gradient_accumulation_steps"] = f"{why} (docs/situations.md)"
         if not max_length:
             reasons["max_completion_length"] = "no GPU here: short, as sampling is slow; --max-length changes it"
@@ -257,12 +223,38 @@ def recommend(
     return Recommendation(task, base, lora, config, trainer, reasons, estimate)
 
 
+def _training(task: str, estimate: MemoryEstimate, per_step: int, max_steps: int, *, is_short: bool) -> dict[str, Any]:
+    """Fields of TRL's config; `is_short`: completions are short, whatever length there is."""
+    request = estimate.request
+    batch, length = request.batch_size // METHODS[task].sequences, request.max_length
+    config: dict[str, Any] = {
+        "max_steps": max_steps,
+        "learning_rate": learning_rate(task, estimate.shape.parameters, max_steps),
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": min(10, max_steps // 10),
+        "optim": request.optimizer,
+        "per_device_train_batch_size": batch,
+        "gradient_accumulation_steps": max(1, per_step // batch),
+        "gradient_checkpointing": True,
+        "bf16": True,
+    }
+    config |= {way.config[0]: way.config[1] for way in _turned_on(estimate)}
+    if task not in SAMPLING:
+        return config | {"max_length": length}
+    return config | {
+        **({} if task in TAUGHT else {"num_generations": _GENERATIONS}),
+        "vllm_max_model_length": length,
+        "max_completion_length": min(length // 2, _LONGEST_ON_CPU) if is_short else length // 2,
+        **(CORRECTION if task == "grpo" else {}),
+    }
+
+
 def learning_rate(task: str, parameters: float, max_steps: int = _STEPS) -> float:
     """The rate for LoRA on a model of that size, rounded; `recommend` says how it is chosen."""
     if task == "sft":
-        rate = LEARNING_RATES[task] / (2 if parameters >= _LARGE else 1)
+        rate = METHODS[task].learning_rate / (2 if parameters >= _LARGE else 1)
     else:
-        rate = LEARNING_RATES[task] * min(10.0, sqrt(_USUAL / parameters))
+        rate = METHODS[task].learning_rate * min(10.0, sqrt(_USUAL / parameters))
     return float(f"{float(f'{rate:.0e}') * (1.5 if max_steps < _SHORT_RUN else 1):.1e}")
 
 
@@ -278,7 +270,7 @@ def _why_rate(task: str, parameters: float, max_steps: int) -> str:
     scaled = f", times sqrt(8 B / parameters) = {factor:.2g}" if abs(factor - 1) > 0.05 else ""
     return (
         f"{times} (LWR){scaled}. If {'the loss' if task in TAUGHT else 'the reward'} does not move, try 3 times as much"
-        if task in _SAMPLING
+        if task in SAMPLING
         else f"{times} (LWR){scaled}"
     )
 
@@ -292,13 +284,13 @@ def _fitted(config: Any, task: str, max_length: int, request: Mapping[str, Any],
     """The memory estimate of the largest batch that fits at full length, if need be with what the plan turns on; or of
     one sequence, shorter."""
     text = config.get_text_config()
-    positions = engine_positions(config) if task in _SAMPLING else getattr(text, "max_position_embeddings", None)
-    pairs = 2 if task == "dpo" else 1  # chosen and rejected, in one forward
+    positions = engine_positions(config) if task in SAMPLING else getattr(text, "max_position_embeddings", None)
+    pairs = METHODS[task].sequences  # chosen and rejected, in one forward
     wanted = plan_memory(
         config,
         **request,
         max_length=min(max_length, positions or max_length),
-        sequences=per_step if task in _SAMPLING else 1,
+        sequences=per_step if task in SAMPLING else 1,
     )
     if found := _fastest(wanted, per_step):
         return found
@@ -331,7 +323,7 @@ def _reasons(
         batch = "nothing fits: use a larger card or a smaller model"
     elif estimate.request.gpu_memory_gib is None:
         batch = "no memory limit was given"
-    elif task in _SAMPLING and device == "cuda":
+    elif task in SAMPLING and device == "cuda":
         batch = "of 8, 4, 2 and 1 the fastest step: sampling needs memory for its KV cache, too"
     else:
         batch = f"the largest of {'8, 4 and 2' if task == 'kto' else '8, 4, 2 and 1'} that fits"
@@ -344,7 +336,7 @@ def _reasons(
     )
     if estimate.request.max_length != wished:
         length = "the most that the model supports, or that fits"
-    if task in _SAMPLING and limit is not None and estimate.request.max_length == limit.length < wished:
+    if task in SAMPLING and limit is not None and estimate.request.max_length == limit.length < wished:
         length = f"not {wished}: beyond, {limit.why}"
     return {
         "quant": "NormalFloat: more accurate than FP4 or int4 at the same size (QLoRA, table 4)",
@@ -356,7 +348,7 @@ def _reasons(
         else "as in QLoRA; a large dataset can need more (LWR)",
         "lora_alpha": "as in LWR; the best learning rate then hardly depends on r",
         "lora_dropout": "none in LWR; in RL it would also make trainer and engine differ"
-        if task in _SAMPLING
+        if task in SAMPLING
         else "none in LWR",
         "target_modules": "attention only: adapters on experts take far more memory and need 4-bit experts "
         "(docs/mixtures.md)"
@@ -370,8 +362,8 @@ def _reasons(
         if device == "cuda"
         else "paged 8-bit AdamW needs a GPU",
         "per_device_train_batch_size": batch,
-        "gradient_accumulation_steps": f"{_PER_STEP[task]} sequences per step; LoRA tolerates large batches less well "
-        "(LWR)",
+        "gradient_accumulation_steps": f"{METHODS[task].per_step} sequences per step; LoRA tolerates large batches "
+        "less well (LWR)",
         "gradient_checkpointing": "recomputes activations to save memory (QLoRA, section 2; TRL's default)",
         "bf16": "the compute dtype of the base (QLoRA, section 3)",
         "vllm_importance_sampling_mode": "both sides hold the same weights, so only rounding is left to correct, "

@@ -160,7 +160,20 @@ def prepare_base(
     choice = Calibration.of(calibrate, measure, spec)
     if not isinstance(model, str | os.PathLike):
         return _prepare_object(model, spec, tokenizer, out, choice)
-    source = _local_directory(os.fspath(model), revision)
+    return _prepare_directory(os.fspath(model), revision, spec, tokenizer, out, choice, trust_remote_code)
+
+
+def _prepare_directory(
+    model: str,
+    revision: str | None,
+    spec: QuantSpec,
+    tokenizer: Any,
+    out: str | os.PathLike[str] | None,
+    choice: Calibration,
+    trust_remote_code: bool,
+) -> PreparedBase:
+    """`prepare_base` of a hub name, or of the directory of a checkpoint or a base."""
+    source = _local_directory(model, revision)
     if (source / MANIFEST).is_file():
         base = open_base(source)
         if spec not in (QuantSpec(), base.spec):
@@ -204,8 +217,8 @@ def prepare_base(
             shutil.copy(code, directory / code.name)
         return written
 
-    name = Path(os.fspath(model)).name if source == Path(model) else os.fspath(model).replace("/", "--")
-    made = _publish(name, choice.label(spec), inputs, out, write, source=os.fspath(model), choice=choice)
+    name = source.name if source == Path(model) else model.replace("/", "--")
+    made = _publish(name, choice.label(spec), inputs, out, write, source=model, choice=choice)
     if method is not None:
         return made
     return _measured_since(made, choice, lambda: _load_source(source, trust_remote_code), trust_remote_code)
@@ -595,12 +608,12 @@ def _publish(
             os.umask(mask := os.umask(0o077))  # which can only be read by setting it
             for file in filter(Path.is_file, staging.rglob("*")):
                 file.chmod(0o666 & ~mask)  # safetensors lets nobody but this user read what it writes
-                _fsync(file)
+                flush(file)
             staging.chmod(0o777 & ~mask)
             if target.exists():  # empty and made by the caller, or in the cache and never finished
                 target.rmdir() if out is not None else shutil.rmtree(target)
             os.rename(staging, target)
-            _fsync(target.parent)
+            flush(target.parent)
             for kept in target.parent.glob(f".{glob.escape(target.name)}.chosen-*"):
                 shutil.rmtree(kept, ignore_errors=True)
         except BaseException:
@@ -628,7 +641,8 @@ def _exclusive(lock: Path) -> Iterator[None]:
         yield
 
 
-def _fsync(path: Path) -> None:
+def flush(path: Path) -> None:
+    """What was written to a file or directory survives a power cut from here on."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

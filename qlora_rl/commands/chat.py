@@ -58,11 +58,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.system and arguments.raw:
         raise UsageError("chatting: --system with --raw, which uses no messages. Leave one of them out.")
-    from qlora_rl.demo.job import quieten
     from qlora_rl.engine.loading import loading
 
-    with loading("qlora_rl.adapter.initialization"):
-        quieten()
+    with loading("qlora_rl.adapter.initialization", quietly=True):
         from qlora_rl.inference.chat import Conversation
         from qlora_rl.inference.trained import open_trained
 

@@ -36,18 +36,16 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Load the tokenizer and the data, nothing else."""
-    from qlora_rl.demo.job import quieten
     from qlora_rl.engine.loading import loading
 
-    with loading():  # and TRL's config classes
-        quieten()
+    with loading(quietly=True):  # and TRL's config classes
         import datasets
 
         datasets.disable_progress_bars()
         from qlora_rl.config.launch import check_talks, load_tokenizer, trl_config
         from qlora_rl.config.read import read_config
-        from qlora_rl.config.schema import METHODS
         from qlora_rl.data.load import TEMPLATE_COLUMN, load_data
+        from qlora_rl.methods import METHODS
 
         config = read_config(arguments.file, arguments.overrides)
         args = trl_config(config)

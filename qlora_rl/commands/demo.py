@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         from qlora_rl.demo.real_run import run_real
 
         return run_real(arguments.out or Path("smollm2-demo"), arguments.steps)
-    from qlora_rl.demo.job import DemoSettings, default_out, quieten, run_demo, table
+    from qlora_rl.demo.job import DemoSettings, default_out, run_demo, table
     from qlora_rl.engine.loading import loading
     from qlora_rl.train.run import RunDirectory
 
@@ -83,8 +83,8 @@ def run(arguments: argparse.Namespace) -> int:
     )
     out = arguments.out or default_out(settings)
     opened = RunDirectory(out)  # one that holds a run is rejected now, not after seconds of imports
-    with loading("qlora_rl.train.grpo"):  # and TRL and vLLM with it
-        quieten()
+    with loading("qlora_rl.train.grpo", quietly=True):  # and TRL and vLLM with it
+        pass
     from qlora_rl.engine.compat import restored_environment
 
     try:

@@ -84,11 +84,9 @@ def run(arguments: argparse.Namespace) -> int:
     rewards = [load_reward(name, columns if built_in(name) else None) for name in arguments.reward or []]
     if columns and not rewards:
         raise UsageError("evaluating: --column is for a --reward. Name one, or leave it out.")
-    from qlora_rl.demo.job import quieten
     from qlora_rl.engine.loading import loading
 
-    with loading("qlora_rl.adapter.initialization"):
-        quieten()
+    with loading("qlora_rl.adapter.initialization", quietly=True):
         from qlora_rl.inference.evaluation import evaluate, read_rows, save
         from qlora_rl.inference.rows import open_images
         from qlora_rl.inference.trained import open_trained
@@ -119,7 +117,6 @@ def _look(arguments: argparse.Namespace) -> int:
     """Ask the base of a file that is not trained yet."""
     import json
 
-    from qlora_rl.demo.job import quieten
     from qlora_rl.engine.loading import loading
 
     given = {
@@ -139,20 +136,20 @@ def _look(arguments: argparse.Namespace) -> int:
             "evaluating: whether a step has something to learn from takes several different completions of a prompt. "
             "Use --samples 2 or more, and a temperature above 0."
         )
-    with loading("qlora_rl.adapter.initialization"):
-        quieten()
+    with loading("qlora_rl.adapter.initialization", quietly=True):
         import datasets
 
         datasets.disable_progress_bars()
         from qlora_rl.config.launch import check_model, check_talks, load_tokenizer, make_base, trl_config
         from qlora_rl.config.read import read_config
         from qlora_rl.config.rewards import load_reward
-        from qlora_rl.config.schema import METHODS
         from qlora_rl.data.load import TEMPLATE_COLUMN, load_data
         from qlora_rl.inference.first_look import look_at_base
+        from qlora_rl.methods import METHODS
         from qlora_rl.stages import begin
         from qlora_rl.train.metrics.rewards import check_signature
-        from qlora_rl.train.setup.settings import check_prompts, sampling_spec
+        from qlora_rl.train.setup.dataset_checks import check_prompts
+        from qlora_rl.train.setup.settings import sampling_spec
 
         config = read_config(arguments.trained, arguments.overrides)
     if not METHODS[config.method].samples or not config.rewards or config.tools.use or config.environment.use:

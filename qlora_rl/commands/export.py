@@ -76,11 +76,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Export, and say how far it is from the policy."""
     import json
 
-    from qlora_rl.demo.job import quieten
     from qlora_rl.engine.loading import loading
 
-    with loading("qlora_rl.adapter.initialization"):
-        quieten()
+    with loading("qlora_rl.adapter.initialization", quietly=True):
         from qlora_rl.export.job import export_run
     done = export_run(
         arguments.trained,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from qlora_rl.commands.codes import COUNT, DOES_NOT_FIT, POSITIVE, UsageError, card
 from qlora_rl.contracts import QUANT_TYPES
 from qlora_rl.errors import ConfigConflictError
-from qlora_rl.memory.methods import METHODS, OFFLINE, TAUGHT
+from qlora_rl.methods import ESTIMATED, OFFLINE, TAUGHT
 
 if TYPE_CHECKING:
     from qlora_rl.memory.plan import MemoryEstimate
@@ -34,7 +34,7 @@ def add(commands: Any) -> None:
     )
     plan.add_argument(
         "--method",
-        choices=METHODS,
+        choices=ESTIMATED,
         default="grpo",
         help="sft, dpo and kto have no engine; dpo has two sequences per row (default: %(default)s)",
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from qlora_rl.commands.codes import COUNT, DOES_NOT_FIT, UsageError, card
+from qlora_rl.methods import ESTIMATED, METHODS
 
 
 def add(commands: Any) -> None:
@@ -18,7 +19,7 @@ def add(commands: Any) -> None:
     recommend.add_argument("model", help="checkpoint or base directory, config.json, or hub name")
     recommend.add_argument(
         "--task",
-        choices=["grpo", "rloo", "sft", "dpo", "kto", "distill"],
+        choices=ESTIMATED,
         default="grpo",
         help="(default: %(default)s)",
     )
@@ -116,14 +117,14 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.out is None:
             print(text, end="")
         else:
-            _write(arguments.out, text, asks_base=arguments.task in ("grpo", "rloo"))
+            _write(arguments.out, text, asks_base=METHODS[arguments.task].scores)
     else:
         print(json.dumps(advice.as_dict(), indent=1, default=str) if arguments.json else advice)
     return 0 if advice.fits else DOES_NOT_FIT
 
 
 def _check_usage(arguments: argparse.Namespace) -> None:
-    if arguments.teacher and arguments.task != "distill":
+    if arguments.teacher and not METHODS[arguments.task].is_taught:
         raise UsageError(f"recommending settings: --teacher with --task {arguments.task}. Pass --task distill.")
     makes_file = arguments.toml or arguments.out is not None
     if makes_file != bool(arguments.data):

@@ -14,13 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qlora_rl.commands.codes import INTERRUPTED, UsageError
+from qlora_rl.methods import METHODS
 
 if TYPE_CHECKING:
     from qlora_rl.config.schema import RunConfig
     from qlora_rl.train.run import RunLog
-
-# Those of `config.schema.METHODS`, which parsing does not import; a test compares them.
-METHODS = ("sft", "dpo", "kto", "grpo", "rloo", "online_dpo", "async_grpo", "distill")
 
 
 def add(commands: Any) -> None:
@@ -56,11 +54,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(
             "reading the run: no file was given. `qlora-rl train --example grpo > run.toml` makes one to start from."
         )
-    from qlora_rl.demo.job import quieten
     from qlora_rl.engine.loading import loading
 
-    with loading():  # and TRL's config classes
-        quieten()  # torch reads its part of the environment when it is imported
+    with loading(quietly=True):  # and TRL's config classes
         import transformers
 
         from qlora_rl.config.directories import next_of, usual_directory

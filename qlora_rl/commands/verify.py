@@ -100,8 +100,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _prepare_for_vllm() -> None:
-    from qlora_rl.demo.job import quieten
     from qlora_rl.engine.compat import vllm_version
+    from qlora_rl.engine.loading import quieten
 
     quieten()
     vllm_version()  # says what to do where there is none

@@ -19,6 +19,7 @@ from qlora_rl.config.schema import ALIASES, KINDS, TABLES, TEACHERS, TRAIN, Rewa
 from qlora_rl.config.trl_fields import LIMITS
 from qlora_rl.data.files import DATA_FILES, check_files, is_file, not_utf8
 from qlora_rl.data.rows import placeholders
+from qlora_rl.engine.started import STARTED, is_url
 
 # What others call a way to train, and what comes closest to it here.
 _OTHER_METHODS = {
@@ -190,23 +191,22 @@ def _may_hold_a_secret(url: str) -> bool:
 def _look_at_url(value: str) -> list[str]:
     if _may_hold_a_secret(value):
         return [_SECRET]
-    is_url = value.startswith(("http://", "https://"))
-    return [] if is_url else [f"{show(value)} is no URL such as 'http://host:8000'"]
+    return [] if is_url(value) else [f"{show(value)} is no URL such as 'http://host:8000'"]
 
 
 def _look_at_where(value: str | list[str]) -> list[str]:
     urls = [value] if isinstance(value, str) else value
     if not urls:
         return ["names no server"]
-    if isinstance(value, str) and value in ("colocate", "server", "ray"):
+    if isinstance(value, str) and value in STARTED:
         return []
     if any(map(_may_hold_a_secret, urls)):
         return [_SECRET]
-    wrong = [each for each in urls if not each.startswith(("http://", "https://"))]
+    wrong = [each for each in urls if not is_url(each)]
     if not wrong:
         return []
-    hint = nearest(wrong[0], ["colocate", "server", "ray"])
-    return [f"{show(wrong[0])} is neither 'colocate', 'server', 'ray' nor a URL such as 'http://host:8000'{hint}"]
+    hint = nearest(wrong[0], STARTED)
+    return [f"{show(wrong[0])} is neither {', '.join(map(repr, STARTED))} nor a URL such as 'http://host:8000'{hint}"]
 
 
 def _look_at_functions(value: Any) -> list[str]:

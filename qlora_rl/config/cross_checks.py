@@ -7,13 +7,16 @@ from typing import Any, NamedTuple
 
 from qlora_rl.config.findings import Finding, show
 from qlora_rl.config.rewards import column_of
-from qlora_rl.config.schema import METHODS, TABLES, TAUGHT, WHOLE, Adapter, RunConfig, Table, applies, options
+from qlora_rl.config.schema import TABLES, Adapter, RunConfig, Table, applies, options
 from qlora_rl.data.files import is_file, known_columns
 from qlora_rl.data.known import check_subset
 from qlora_rl.data.load import column_problems, columns_after, teacher_problems
+from qlora_rl.engine.started import STARTED
+from qlora_rl.methods import AHEAD, METHODS, TAUGHT, select
 
 _ENGINE = ("base_compute", "max_num_seqs", "kv_cache_gib", "enforce_eager", "enable_prefix_caching", "vllm")
 _TABLES = tuple(name for name in TABLES if name != "rewards")
+_ADAPTERS_ONLY = select(lambda method: not method.trains_all)
 _LORA = tuple(name for name in options(Adapter) if name not in ("kind", "start_from", "dtype"))
 
 
@@ -73,13 +76,13 @@ _RULES = (
     _Rule(
         "adapter",
         ("kind",),
-        lambda c: c.adapter.kind == "none" and c.method not in ("", *WHOLE),
+        lambda c: c.adapter.kind == "none" and c.method in _ADAPTERS_ONLY,
         "method = {c.method!r} trains adapters only. Use kind = 'lora'",
     ),
     _Rule(
         "adapter",
         ("kind",),
-        lambda c: c.adapter.kind == "none" and c.method in ("", *WHOLE) and c.sync.how != "weights",
+        lambda c: c.adapter.kind == "none" and c.method not in _ADAPTERS_ONLY and c.sync.how != "weights",
         "with 'none' all weights are trained and have to be synced. Set [sync] how = 'weights'",
     ),
     _Rule(
@@ -142,13 +145,13 @@ _RULES = (
     _Rule(
         "rollout",
         _ENGINE,
-        lambda c: _is_url(c.rollout.where),
+        lambda c: c.rollout.where not in STARTED,
         "a server that runs already (where is a URL) got this when it was started. Remove it here",
     ),
     _Rule(
         "rollout",
         ("api_key_file",),
-        lambda c: not _is_url(c.rollout.where),
+        lambda c: c.rollout.where in STARTED,
         "only a server needs a key, and where = {c.rollout.where!r}. Remove it",
     ),
     _Rule(
@@ -173,8 +176,8 @@ _RULES = (
     _Rule(
         "train",
         ("vllm_enable_sleep_mode",),
-        lambda c: c.method == "async_grpo" and c.train["vllm_enable_sleep_mode"] is True,
-        "the engine of method = 'async_grpo' generates all the time and cannot sleep. Remove it",
+        lambda c: c.method in AHEAD and c.train["vllm_enable_sleep_mode"] is True,
+        "the engine of method = {c.method!r} generates all the time and cannot sleep. Remove it",
     ),
     _Rule(
         "train",
@@ -240,10 +243,6 @@ def check_together(config: RunConfig) -> list[Finding]:
         if name in said[rule.table] and rule.when(config)
     ]
     return [*_of_method(config), *found, *_columns(config)]
-
-
-def _is_url(where: str | list[str]) -> bool:
-    return isinstance(where, list) or "://" in where
 
 
 def _is_local(files: str | list[str] | None) -> bool:

@@ -6,42 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from qlora_rl.config.findings import words
-from qlora_rl.config.schema import METHODS, TABLES, TRAIN, Method, Reward, Table, Teacher, applies, options
+from qlora_rl.config.schema import TABLES, TRAIN, Reward, Table, applies, options
 from qlora_rl.config.write import value
-from qlora_rl.contracts import LEARNING_RATES
-
-# What a first run of a method sets in [train], by TRL's names.
-_GROUPS: dict[str, tuple[Any, str]] = {
-    "num_generations": (8, "completions of a prompt"),
-    "max_completion_length": (256, "tokens"),
-    "vllm_max_model_length": (1024, "prompt plus completion, in tokens"),
-    "temperature": (1.0, "of the rollouts"),
-}
-_FIRST: dict[str, dict[str, tuple[Any, str]]] = {
-    "sft": {"max_length": (1024, "tokens; longer rows are cut")},
-    "dpo": {"max_length": (1024, "tokens; longer rows are cut"), "beta": (0.1, "how close to the start")},
-    "kto": {"max_length": (1024, "tokens; longer rows are cut"), "beta": (0.1, "how close to the start")},
-    "grpo": _GROUPS,
-    "rloo": _GROUPS,
-    "async_grpo": _GROUPS,
-    "online_dpo": {
-        "max_new_tokens": (256, "of a completion"),
-        "max_length": (1024, "prompt plus completion, in tokens"),
-    },
-    "distill": {
-        **{name: each for name, each in _GROUPS.items() if name != "num_generations"},
-        "beta": (1.0, "1: reverse KL, 0: forward KL, between: Jensen-Shannon"),
-    },
-}
-# What a field begins with, as examples/data/sums.jsonl has prompt, answer and careless.
-_PAIR = {"chosen": "answer", "rejected": "careless"}
-_SAID: dict[tuple[str, str], Any] = {
-    ("sft", "columns"): {"completion": "answer"},
-    ("dpo", "columns"): _PAIR,
-    ("kto", "columns"): _PAIR,
-    ("distill", "adapter"): "policy",
-    ("distill", "prompt_template"): "{prompt}{answer}\n{prompt}",
-}
+from qlora_rl.methods import METHODS, Method
 
 
 def markdown() -> str:
@@ -72,7 +39,7 @@ def example(method: str) -> str:
     for name, table in TABLES.items():
         if table is Reward and not METHODS[method].scores:
             continue
-        if body := list(_lines(method, table)):
+        if body := list(_lines(METHODS[method], name, table)):
             lines += [
                 "",
                 f"# {(table.__doc__ or '').strip()}",
@@ -84,29 +51,29 @@ def example(method: str) -> str:
                 "",
                 "# Fields of TRL's config of the method, by TRL's names.",
                 f"[{TRAIN}]",
-                *_train_lines(method),
+                *_train_lines(METHODS[method]),
             ]
     return "\n".join(lines) + "\n"
 
 
-def _lines(method: str, table: type[Table]) -> Iterator[str]:
+def _lines(method: Method, place: str, table: type[Table]) -> Iterator[str]:
     for name, known in options(table).items():
-        if not applies(known, method):
+        if not applies(known, method.name):
             continue
         shown, comment = known.get("default"), "# " if "default" in known else ""
         if shown in (None, [], {}):
             shown = known["example"]
-        if (method, name) in _SAID and (name != "prompt_template" or table is Teacher):
-            comment, shown = "", _SAID[method, name]
+        if (field := f"{place}.{name}") in method.example:
+            comment, shown = "", method.example[field]
         yield f"{comment}{name} = {value(shown)}  # {known['description']}"
 
 
-def _train_lines(method: str) -> Iterator[str]:
+def _train_lines(method: Method) -> Iterator[str]:
     first = {
         "max_steps": (100, "optimizer steps"),
         "per_device_train_batch_size": (8, "rows, or completions, of a step"),
-        "learning_rate": (LEARNING_RATES.get(method, LEARNING_RATES["grpo"]), "of AdamW"),
-        **_FIRST[method],
+        "learning_rate": (method.learning_rate, "of AdamW"),
+        **method.first,
         "logging_steps": (1, "steps between two lines of the log"),
     }
     for name, (shown, says) in first.items():

@@ -18,7 +18,7 @@ from qlora_rl.config.directories import RESOLVED, source_line, source_of
 from qlora_rl.config.paths import all_uses, split_reward
 from qlora_rl.config.read import resolved_toml
 from qlora_rl.config.rewards import digest, load_reward, tell_program_tests
-from qlora_rl.config.schema import METHODS, PLANNED, REPLAYING, SCORED, TAUGHT, RunConfig
+from qlora_rl.config.schema import RunConfig
 from qlora_rl.config.trl_fields import make_args
 from qlora_rl.config.write import value
 from qlora_rl.contracts import IMAGES
@@ -28,6 +28,7 @@ from qlora_rl.data.load import TEMPLATE_COLUMN, columns_after, load_data
 from qlora_rl.data.rows import TEACHER_COLUMN
 from qlora_rl.distributed import join, ranks
 from qlora_rl.errors import AdapterRejectedError, ConfigConflictError, NotYetSupportedError, collected
+from qlora_rl.methods import METHODS
 from qlora_rl.stages import begin
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def launch(config: RunConfig, begun: Callable[[Path], None] = lambda directory: 
         NotYetSupportedError: this version has no trainer for the method, or does not train such models.
     """
     from qlora_rl.train.metrics.rewards import check_signature
-    from qlora_rl.train.setup.methods import mixed_completions
+    from qlora_rl.train.setup.kto import mixed_completions
     from qlora_rl.train.setup.tools import ENVIRONMENT_COLUMN, load_tools
 
     trainer_class = find_trainer(config.method)
@@ -213,7 +214,7 @@ def check_talks(config: RunConfig, tokenizer: Any, *datasets: Any) -> None:
     Raises:
         ConfigConflictError: names the row.
     """
-    from qlora_rl.train.setup.settings import check_messages, rendered
+    from qlora_rl.train.setup.dataset_checks import check_messages, rendered
 
     if config.data.images is None:  # images become parts of the messages
         is_online = METHODS[config.method].samples
@@ -306,7 +307,7 @@ def find_trainer(method: str) -> type:
 
 def trl_config(config: RunConfig) -> Any:
     """TRL's config of the run: `[train]`, and what has its place elsewhere."""
-    from qlora_rl.train.setup.methods import config_class
+    from qlora_rl.train.setup.settings import config_class
 
     kind = config_class(config.method)
     known = {each.name for each in fields(kind)}
@@ -359,22 +360,23 @@ def load_tokenizer(config: RunConfig) -> Any:
 
 def trainer_arguments(config: RunConfig) -> dict[str, Any]:
     """Arguments that our trainers add to TRL's."""
+    method = METHODS[config.method]
     found: dict[str, Any] = {"adapter_dtype": config.adapter.dtype, "existing_run": config.run.existing}
-    if config.method in PLANNED:
+    if method.is_planned:
         found["gpu_memory"] = config.run.gpu_memory
-    if config.method in SCORED:
+    if not method.why_padded:
         found["remove_padding"] = config.run.remove_padding
-    if config.method in REPLAYING:
+    if method.replays:
         found["routing_replay"] = config.run.routing_replay
-    if config.method in TAUGHT:
+    if method.is_taught:
         teacher = config.teacher
         found |= {"teacher_prompt": TEACHER_COLUMN if teacher.has_prompt else None, "teacher_adapter": teacher.adapter}
         found |= {"teacher_url": teacher.url, "teacher_top_k": teacher.top_k, "teacher_key_file": teacher.api_key_file}
         if teacher.url is not None:
             found["teacher_model"] = teacher.model
-    if config.method == "async_grpo":
+    if method.is_ahead:
         found |= {"max_staleness": config.rollout.max_staleness, "rollout_threads": config.rollout.rollout_threads}
-    if not METHODS[config.method].samples:
+    if not method.samples:
         return found
     rollout, sync = config.rollout, config.sync
     engine = {name: value for name, value in rollout.changed().items() if name not in _NO_ENGINE}
@@ -484,17 +486,24 @@ def make_teacher(config: RunConfig) -> PreparedBase:
 def _model(config: RunConfig, args: Any) -> tuple[Any, Any]:
     """What the trainer takes as model= and peft_config=."""
     from qlora_rl.adapter.factory import open_adapter
+    from qlora_rl.adapter.initialization import apply_start
     from qlora_rl.adapter.verdict import judge_adapter
     from qlora_rl.base.checkpoint import load_base
-    from qlora_rl.train.setup.methods import check_memory
+    from qlora_rl.train.setup.memory_budget import budget_of
 
     held, adapter = config.base, config.adapter
-    spec, lora = _spec(config), _new_lora(config)
-    if lora is not None and config.method in PLANNED and config.run.gpu_memory != "auto":
+    spec, lora, method = _spec(config), _new_lora(config), METHODS[config.method]
+    if lora is not None and method.is_planned and config.run.gpu_memory != "auto":
         quantization = spec.transformers_config() if spec.is_4bit else {"load_in_4bit": False}
         quantization |= {"quantize_experts": spec.quantize_experts, "quantize_tower": spec.quantize_tower}
-        ours, rests = trainer_arguments(config), config.method != "async_grpo"
-        check_memory(held.model, args, quantization, lora, ours, rests=rests)
+        budget_of(
+            held.model,
+            args,
+            trainer_arguments(config),
+            peft_config=apply_start(lora)[0],
+            quantization_config=quantization,
+            rests=not method.is_ahead,
+        )
     base = make_base(config)
     if adapter.start_from is None:
         return base, lora

@@ -16,10 +16,12 @@ from qlora_rl.config.cross_checks import check_together
 from qlora_rl.config.directories import are_several, check_directory, own_directory, usual_directory
 from qlora_rl.config.findings import Finding, nearest, show
 from qlora_rl.config.paths import anchored
-from qlora_rl.config.schema import SAMPLING, TABLES, TRAIN, RunConfig, Table, applies, options
+from qlora_rl.config.schema import TABLES, TRAIN, RunConfig, Table, applies, options
 from qlora_rl.config.write import to_toml
+from qlora_rl.engine.started import ENGINES, STARTED
 from qlora_rl.errors import ConfigConflictError, MissingDependencyError, collected
 from qlora_rl.memory.cards import card_size
+from qlora_rl.methods import SAMPLING
 
 
 def read_config(
@@ -132,7 +134,8 @@ def _value(text: str) -> Any:
 def _ask_trl(config: RunConfig) -> list[Finding]:
     """What TRL's config of the method has to say about `[train]`."""
     from qlora_rl.config.trl_fields import PLACE, check_train, make_args
-    from qlora_rl.train.setup.methods import config_class, contradictions
+    from qlora_rl.train.setup.config_checks import contradictions
+    from qlora_rl.train.setup.settings import config_class
 
     if not config.method:
         return []
@@ -151,13 +154,12 @@ def _ask_trl(config: RunConfig) -> list[Finding]:
 def _ask_vllm(config: RunConfig) -> list[Finding]:
     """Is it there, where one is to be started, and does it know what `[rollout] vllm` says?"""
     where, given = config.rollout.where, config.rollout.vllm
-    if config.method not in SAMPLING or where not in ("colocate", "server", "ray"):
+    if config.method not in SAMPLING or where not in STARTED:
         return []
-    from qlora_rl.engine.compat import require_server, vllm_version
     from qlora_rl.engine.options import OWN, vllm_arguments
 
     try:
-        (require_server if where == "server" else vllm_version)()
+        ENGINES[where].require()
     except MissingDependencyError as error:
         return [Finding("[rollout] where", str(error))]
     taken = [f"{show(name)} is set by the engine itself. Leave it out" for name in given if name in OWN]

@@ -8,79 +8,15 @@ and `--example` read it here. `[train]` is not here: its fields are those of TRL
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from qlora_rl.engine.started import ENGINES
+from qlora_rl.methods import AHEAD, METHODS, SAMPLING, TAUGHT, select
 
-@dataclass(frozen=True)
-class Method:
-    """One way to train.
-
-    Attributes:
-        trainer: public name of the trainer.
-        says: what it does, in one line.
-        `samples`: it samples completions, so it has an engine.
-        scores: it scores them with reward functions.
-        columns: the datasets that it takes, by the columns that they must have: one of these sets.
-    """
-
-    trainer: str
-    says: str
-    samples: bool
-    scores: bool
-    columns: tuple[tuple[str, ...], ...]
-
-
-METHODS: Mapping[str, Method] = MappingProxyType(
-    {
-        "sft": Method(
-            "QLoRASFTTrainer",
-            "imitates the completions of a dataset",
-            False,
-            False,
-            (("text",), ("messages",), ("prompt", "completion"), ("input_ids",)),
-        ),
-        "dpo": Method(
-            "QLoRADPOTrainer", "learns which of two completions is better", False, False, (("chosen", "rejected"),)
-        ),
-        "kto": Method(
-            "QLoRAKTOTrainer",
-            "learns from completions that are good or bad",
-            False,
-            False,
-            (("prompt", "completion", "label"), ("chosen", "rejected")),
-        ),
-        "grpo": Method("QLoRAGRPOTrainer", "samples a group per prompt, rewards it", True, True, (("prompt",),)),
-        "rloo": Method(
-            "QLoRARLOOTrainer", "as grpo, with the others of the group as baseline", True, True, (("prompt",),)
-        ),
-        "online_dpo": Method(
-            "QLoRAOnlineDPOTrainer", "samples two per prompt, prefers the better one", True, True, (("prompt",),)
-        ),
-        "async_grpo": Method(
-            "QLoRAAsyncGRPOTrainer", "as grpo, while the next completions are sampled", True, True, (("prompt",),)
-        ),
-        "distill": Method(
-            "QLoRADistillationTrainer",
-            "samples one per prompt, learns what a teacher says there",
-            True,
-            False,
-            (("prompt",),),
-        ),
-    }
-)
-SAMPLING = tuple(name for name, method in METHODS.items() if method.samples)
-CALLING = ("grpo", "async_grpo")  # TRL's trainers of these take tools and environments
-SEEING = ("sft", "dpo", "grpo", "rloo")  # take images
-PLANNED = ("grpo", "rloo", "async_grpo")  # their memory is planned
-REPLAYING = ("grpo", "rloo")  # follow the experts that the engine chose
-SCORED = tuple(name for name in METHODS if name not in ("online_dpo", "distill"))  # by TRL's fused head
-TAUGHT = ("distill",)
-WHOLE = tuple(name for name in SAMPLING if name not in TAUGHT)  # may train all weights
 TEACHERS = ("none", "policy")  # words of [teacher] adapter; anything else is a directory
 
 
@@ -215,14 +151,14 @@ class Data(Table):
     chat_template_kwargs: dict[str, Any] = option(
         "additional arguments for the chat template (chat)",
         {},
-        methods=("sft", "dpo", "kto", "grpo", "rloo", "async_grpo", "distill"),
+        methods=select(lambda method: method.takes_template_kwargs),
         example={"enable_thinking": False},
     )
     images: str | None = option(
         "column with one image or a list of images: paths relative to the first file, or images stored in the dataset "
         "(chat)",
         None,
-        methods=SEEING,
+        methods=select(lambda method: method.takes_images),
         example="image",
     )
     limit: int | None = option("use only the first rows", None, ge=1, example=1000)
@@ -299,7 +235,7 @@ class Tools(Table):
         "functions as `path.py:function`; the schema in the prompt is built from their type hints and docstrings",
         None,
         kind="function",
-        methods=CALLING,
+        methods=select(lambda method: method.takes_tools),
         example=["tools.py:calculate"],
     )
 
@@ -311,7 +247,7 @@ class Environment(Table):
         "`path.py:Class`, or several by name; the column `environment` of a row then selects one",
         None,
         kind="function",
-        methods=CALLING,
+        methods=select(lambda method: method.takes_tools),
         example="game.py:Game",
     )
 
@@ -320,8 +256,7 @@ class Rollout(Table):
     """Where completions are sampled."""
 
     where: str | list[str] = option(
-        "`colocate`: vLLM in this process; `server`: a vLLM server started on this host; `ray`: actors of a Ray "
-        "cluster; or URLs of `qlora-rl serve`",
+        "; ".join([*(f"`{name}`: {known.says}" for name, known in ENGINES.items()), "or URLs of `qlora-rl serve`"]),
         "colocate",
         kind="where",
         methods=SAMPLING,
@@ -330,12 +265,12 @@ class Rollout(Table):
     share_base: bool | Literal["auto"] = option(
         "trainer and engine share one copy of the base", "auto", methods=SAMPLING
     )
-    max_staleness: int = option("how many versions old the sampling policy may be", 1, ge=0, methods=("async_grpo",))
+    max_staleness: int = option("how many versions old the sampling policy may be", 1, ge=0, methods=AHEAD)
     rollout_threads: int | None = option(
         "batches sampled concurrently; default: max_staleness + 1",
         None,
         ge=1,
-        methods=("async_grpo",),
+        methods=AHEAD,
         example=1,
     )
     base_compute: Literal["nf4", "auto", "vllm"] = option(
@@ -415,15 +350,17 @@ class Run(Table):
         "size of the card in GB, such as 24, with or without a unit; any other number is a limit in GiB; `auto`: "
         "whatever is free",
         "auto",
-        methods=PLANNED,
+        methods=select(lambda method: method.is_planned),
     )
     remove_padding: bool = option(
-        "compute micro-batches without padding where the model allows it", True, methods=SCORED
+        "compute micro-batches without padding where the model allows it",
+        True,
+        methods=select(lambda method: not method.why_padded),
     )
     routing_replay: bool = option(
         "in a mixture of experts, the trainer uses the experts and routing weights that the engine chose",
         False,
-        methods=REPLAYING,
+        methods=select(lambda method: method.replays),
     )
 
 
@@ -435,7 +372,7 @@ class RunConfig(Table):
         train: fields of TRL's config of the method.
     """
 
-    method: Literal["sft", "dpo", "kto", "grpo", "rloo", "online_dpo", "async_grpo", "distill"]
+    method: Annotated[str, Field(json_schema_extra={"enum": [*METHODS]})]
     base: Base
     adapter: Adapter = Adapter()
     data: Data

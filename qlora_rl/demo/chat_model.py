@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qlora_rl.cpu_matmul import Float32Products
-from qlora_rl.demo.tiny_model import Progress, autocast, make_optimizers, numerics, put_directory
+from qlora_rl.demo.tiny_model import Descent, Progress, autocast, numerics, put_directory
 from qlora_rl.stages import begin, count, ended, shown
 
 if TYPE_CHECKING:
@@ -230,8 +230,7 @@ def _train(
     import torch
 
     rng = torch.Generator().manual_seed(seed)
-    optimizers = make_optimizers(model, 0.02, 3e-3, 0.1)
-    peaks = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
+    descent = Descent(model, steps)
     # What all begin with (the tools' schemas) is computed once a step; the token before an assistant's first is not of
     # it.
     common = os.path.commonprefix([ids for ids, _ in rows])
@@ -239,9 +238,6 @@ def _train(
     common_1_S = torch.tensor([common])
     model.train()
     for step in range(steps):
-        done = step / steps
-        for group, peak in peaks:
-            group["lr"] = peak * min(1.0, done / 0.05 + 0.02, (1 - done) / 0.6)
         chosen = torch.randint(len(rows), (batch_size,), generator=rng).tolist()
         ids_B_S, labels_B_S = _padded([rows[number] for number in chosen], len(common), model.config.pad_token_id)
         with autocast():
@@ -251,11 +247,7 @@ def _train(
             own = labels_B_S[:, 1:] != _IGNORED
             logits = model.lm_head(hidden[own])
         loss = torch.nn.functional.cross_entropy(logits.float(), labels_B_S[:, 1:][own])
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        descent.step(step, loss)
         count("step", step + 1, steps)
         if progress is not None:
             progress(step + 1, steps, loss.item())
@@ -314,7 +306,7 @@ def main() -> None:
 
 def _make(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     begin("loading the libraries")
-    from qlora_rl.demo.job import quieten
+    from qlora_rl.engine.loading import quieten
 
     quieten()
     started = time.monotonic()

@@ -9,7 +9,6 @@ import logging
 import os
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 from qlora_rl.cpu_features import processor
 from qlora_rl.demo import task
+from qlora_rl.engine.loading import quieten
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.train.run import METRICS, SUMMARY, RunDirectory, describe_machine, describe_versions
 
@@ -341,6 +341,7 @@ def make_trainer(
     if settings.sync != "trl-merge":
         from qlora_rl.train.grpo import QLoRAGRPOTrainer
 
+        replicas = {"replicas": 2} if settings.rollout == "ray" else {}
         # The directory is ours and fresh; the trainer completes it.
         trainer: Any = QLoRAGRPOTrainer(
             model=base,
@@ -350,11 +351,7 @@ def make_trainer(
             existing_run="continue",
             rollout=settings.rollout,
             routing_replay=settings.routing_replay,
-            engine_options={
-                "use_tqdm_on_load": False,
-                **({"replicas": 2} if settings.rollout == "ray" else {}),
-                **(engine_options or {}),
-            },
+            engine_options={"use_tqdm_on_load": False, **replicas, **(engine_options or {})},
             **arguments,
         )
     else:
@@ -445,21 +442,3 @@ def _write_report(run: Path, against: Sequence[str | os.PathLike[str]], say: Cal
     from qlora_rl.report import write_report
 
     say(f"     report: {write_report(run, [Path(a) for a in against])}")
-
-
-def quieten() -> None:
-    """Keep the libraries' chatter off the screen; warnings that matter are raised as errors by our own code."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    warnings.filterwarnings("ignore")
-    # Ray, where it is installed, asks for ipywidgets in a notebook.
-    for name in ("vllm", "transformers", "bitsandbytes", "trl", "accelerate", "ray.widgets.util"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    logging.getLogger("DeepSpeed").addFilter(
-        lambda record: record.levelno >= logging.ERROR
-    )  # its import sets its level
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from qlora_rl.cpu_matmul import Float32Products
 from qlora_rl.demo.chat_model import learn_tokenizer, make_once
-from qlora_rl.demo.tiny_model import Progress, autocast, make_optimizers, numerics
+from qlora_rl.demo.tiny_model import Descent, Progress, autocast, numerics
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -185,14 +185,10 @@ def _train(
     grid = made["image_grid_thw"][:1]  # all pictures have one size
     pixels_B_S = made["pixel_values"].reshape(pictures, int(grid.prod()), -1)
     rng = random.Random(seed)
-    optimizers = make_optimizers(model, 0.02, 3e-3, 0.1)
-    peaks = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
+    descent = Descent(model, steps)
     held: dict[tuple[str, str], tuple[list[int], int]] = {}
     model.train()
     for step in range(steps):
-        done = step / steps
-        for group, peak in peaks:
-            group["lr"] = peak * min(1.0, done / 0.05 + 0.02, (1 - done) / 0.6)
         chosen = rng.sample(range(pictures), batch_size)
         rows = []
         for number in chosen:
@@ -214,11 +210,7 @@ def _train(
                 mm_token_type_ids=(ids_B_S == model.config.image_token_id).int(),
                 labels=labels_B_S,
             ).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        descent.step(step, loss)
         if progress is not None:
             progress(step + 1, steps, loss.item())
 

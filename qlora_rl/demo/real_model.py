@@ -49,7 +49,7 @@ def real_model(out_dir: str | os.PathLike[str] | None = None) -> Path:
             package's file.
     """
     from qlora_rl.base.checkpoint import cache_root
-    from qlora_rl.demo.job import quieten
+    from qlora_rl.engine.loading import quieten
 
     out = Path(out_dir) if out_dir is not None else cache_root() / "models" / "smollm2-135m-instruct"
     if not (out / "config.json").is_file():

@@ -256,14 +256,11 @@ def pretrain(
     careful_N_S = _encode(tokenizer, rows, [row.answer for row in rows])
     careless_N_S = _encode(tokenizer, rows, [row.careless_answer for row in rows])
     rng = torch.Generator().manual_seed(recipe.seed)
-    optimizers = make_optimizers(model, recipe.muon_lr, recipe.adamw_lr, recipe.muon_weight_decay)
-    peaks = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
+    rates = recipe.muon_lr, recipe.adamw_lr, recipe.muon_weight_decay
+    descent = Descent(model, recipe.steps, *rates, warmup=recipe.warmup_share, decay=recipe.decay_share)
     order = torch.empty(0, dtype=torch.long)
     model.train()
     for step in range(recipe.steps):
-        done = step / recipe.steps
-        for group, peak in peaks:
-            group["lr"] = peak * min(1.0, done / recipe.warmup_share + 0.02, (1 - done) / recipe.decay_share)
         while len(order) < recipe.batch_size:
             order = torch.cat([order, torch.randperm(len(rows), generator=rng)])
         batch, order = order[: recipe.batch_size], order[recipe.batch_size :]
@@ -278,11 +275,7 @@ def pretrain(
             labels_B_S[:, _PROMPT_LENGTH:].flatten(),
             ignore_index=_IGNORED,
         )
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        descent.step(step, loss)
         if progress is not None:
             progress(step + 1, recipe.steps, loss.item())
 
@@ -295,22 +288,52 @@ def _encode(tokenizer: Qwen2Tokenizer, rows: list[Problem], answers: list[str]) 
     return torch.tensor([ids + [_IGNORED] * (longest - len(ids)) for ids in encoded])
 
 
-def make_optimizers(
-    model: PreTrainedModel, muon_lr: float, adamw_lr: float, muon_weight_decay: float
-) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, AdamW for all else."""
-    import torch
+class Descent:
+    """Muon for the matrices of a model's layers, AdamW for all else; the rates rise, stay and fall over `steps`.
 
-    inner = (".layers.", ".blocks.")  # of a language model, of a vision tower
-    layers = {id(p) for name, p in model.named_parameters() if p.ndim == 2 and any(part in name for part in inner)}
-    return [
-        torch.optim.Muon(
-            [p for p in model.parameters() if id(p) in layers], lr=muon_lr, weight_decay=muon_weight_decay
-        ),
-        torch.optim.AdamW(
-            [p for p in model.parameters() if id(p) not in layers], lr=adamw_lr, betas=(0.9, 0.95), weight_decay=0.0
-        ),
-    ]
+    Args:
+        warmup: share of the steps in which they rise.
+        decay: share in which they fall.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        steps: int,
+        muon_lr: float = 0.02,
+        adamw_lr: float = 3e-3,
+        muon_weight_decay: float = 0.1,
+        *,
+        warmup: float = 0.05,
+        decay: float = 0.6,
+    ):
+        import torch
+
+        inner = (".layers.", ".blocks.")  # of a language model, of a vision tower
+        layers = {id(p) for name, p in model.named_parameters() if p.ndim == 2 and any(part in name for part in inner)}
+        self._optimizers = [
+            torch.optim.Muon(
+                [p for p in model.parameters() if id(p) in layers], lr=muon_lr, weight_decay=muon_weight_decay
+            ),
+            torch.optim.AdamW(
+                [p for p in model.parameters() if id(p) not in layers], lr=adamw_lr, betas=(0.9, 0.95), weight_decay=0.0
+            ),
+        ]
+        self._peaks = [(group, group["lr"]) for optimizer in self._optimizers for group in optimizer.param_groups]
+        self._model, self._steps, self._warmup, self._decay = model, steps, warmup, decay
+
+    def step(self, number: int, loss: torch.Tensor) -> None:
+        """The step of this number, from 0."""
+        import torch
+
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        done = number / self._steps
+        for group, peak in self._peaks:
+            group["lr"] = peak * min(1.0, done / self._warmup + 0.02, (1 - done) / self._decay)
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def _recipe_of(directory: Path) -> dict[str, object] | None:

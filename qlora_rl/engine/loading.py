@@ -7,13 +7,16 @@ import functools
 import gc
 import importlib
 import importlib.metadata
+import logging
+import os
+import warnings
 from collections.abc import Iterator
 
 from qlora_rl.stages import begin
 
 
 @contextlib.contextmanager
-def loading(*modules: str, stage: str = "loading the libraries") -> Iterator[None]:
+def loading(*modules: str, stage: str = "loading the libraries", quietly: bool = False) -> Iterator[None]:
     """Import within it, without pauses for garbage collection; `modules` are imported at its end.
 
     torch, transformers, TRL and vLLM make a million objects, which are walked through again and again. And transformers
@@ -22,12 +25,15 @@ def loading(*modules: str, stage: str = "loading the libraries") -> Iterator[Non
     Args:
         modules: to be imported at the end.
         stage: what is said of it.
+        quietly: without the libraries' chatter, here and later.
     """
     was_on, ask = gc.isenabled(), importlib.metadata.packages_distributions
     begin(stage)
     gc.disable()
     importlib.metadata.packages_distributions = functools.cache(ask)
     try:
+        if quietly:
+            quieten()
         yield
         for name in modules:
             importlib.import_module(name)
@@ -36,3 +42,23 @@ def loading(*modules: str, stage: str = "loading the libraries") -> Iterator[Non
         begin("")
         if was_on:
             gc.enable()
+
+
+def quieten() -> None:
+    """Keep the libraries' chatter off the screen; warnings that matter are raised as errors by our own code."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # which torch reads when it is imported
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    warnings.filterwarnings("ignore")
+    # Ray, where it is installed, asks for ipywidgets in a notebook.
+    for name in ("vllm", "transformers", "bitsandbytes", "trl", "accelerate", "ray.widgets.util"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("DeepSpeed").addFilter(_is_an_error)  # its import sets its level
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def _is_an_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR

@@ -3,7 +3,6 @@ then moved."""
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 import os
@@ -23,10 +22,11 @@ from qlora_rl.adapter.merged_weights import iter_weights
 from qlora_rl.adapter.store import write_adapter, write_origin
 from qlora_rl.adapter.verdict import judge_adapter
 from qlora_rl.base.bake import bake_base, copy_plain
-from qlora_rl.base.checkpoint import load_base
+from qlora_rl.base.checkpoint import flush, load_base
 from qlora_rl.base.model_classes import directory_takes_images
 from qlora_rl.base.writer import write_ends, write_weights
 from qlora_rl.contracts import rank_class
+from qlora_rl.engine.cleanup import trim_memory
 from qlora_rl.errors import AdapterRejectedError, ConfigConflictError, ExportError
 from qlora_rl.export import llama_cpp
 from qlora_rl.export.card import Card, write_card
@@ -243,14 +243,14 @@ def _export(
         texts = _write_gguf(trained, policy, tokenizer, staging, dtype, [tokenizer.decode(each) for each in ids])
         note(f"a tokenizer made of the file's own fields gives {texts} texts the ids that the base's gives them")
     del policy
-    _forget()
+    trim_memory()
     if to == "adapter":
         _write_adapter(trained, staging, wish.form)
     elif to == "merged-original":
         plain = trained.adapted(load_plain(wish.original, trained.base.spec.compute_dtype, is_ours=False))
         _write_merged(trained, plain, staging, dtype, wish.shard_gb)
         del plain
-        _forget()
+        trim_memory()
     elif to == "gguf-adapter":
         _write_gguf_adapter(trained, tokenizer, staging, dtype)
     compared: tuple[Distance | None, dict[str, Distance], str | None, float | None] = None, {}, None, None
@@ -293,7 +293,7 @@ def _compared(
     again = _load_again(trained, staging, to)
     distance = witness.distance(again, autocast=trained.autocast if to == "adapter" else None)
     del again
-    _forget()
+    trim_memory()
     elsewhere = in_llama_cpp(trained, tokenizer, witness, staging, to, on, note) if to.startswith("gguf") else {}
     limit = max_kl if max_kl is not None else _limit(to, dtype, witness.rounding)
     own = {name: found for name, found in elsewhere.items() if on is None or name != on_base(on)}
@@ -415,7 +415,7 @@ def _exact_witness(trained: TrainedRun, ids: list[list[int]], room: Path) -> Wit
             plain = load_plain(trained.base.path, "float32")
         witness = Witness(trained.adapted(plain), ids, ends=trained.ends)
         del plain
-        _forget()
+        trim_memory()
     return witness
 
 
@@ -500,11 +500,4 @@ def _settle(directory: Path) -> None:
     for file in directory.rglob("*"):
         if file.is_file():
             file.chmod(0o644)
-            with open(file, "rb") as handle:
-                os.fsync(handle.fileno())
-
-
-def _forget() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+            flush(file)

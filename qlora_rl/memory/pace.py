@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import ceil, prod
 
 from qlora_rl.memory.lines import trainer_base
-from qlora_rl.memory.methods import TAUGHT
 from qlora_rl.memory.plan import WAYS, MemoryEstimate
+from qlora_rl.methods import METHODS
 
 # A common card of each size: GB/s of its memory, 1e12 operations a second in bf16 without sparsity, as its maker states
 # them.
@@ -93,7 +93,7 @@ def pace_of(estimate: MemoryEstimate, sequences: int | None = None) -> Pace | No
     tokens = count * request.max_length
     # Forward, forward again under checkpointing, and the gradient of the input; that of the weight is not needed.
     passes: float = 3 if request.gradient_checkpointing else 2
-    if request.method in TAUGHT:  # and the teacher's, of as much more as it is larger
+    if METHODS[request.method].is_taught:  # and the teacher's, of as much more as it is larger
         passes += max(1.0, request.teacher_bytes / trainer_base(shape, request.spec))
     train_s = 2 * active * passes * tokens / flops + ceil(count / request.rows) * passes * dequantised / bytes_per_s
     rollout_s, speed, at_once = 0.0, 0.0, 0

@@ -17,9 +17,9 @@ from qlora_rl.memory import lines as count
 from qlora_rl.memory import step
 from qlora_rl.memory.cards import ROOM, usable_gib
 from qlora_rl.memory.lines import Line, counted
-from qlora_rl.memory.methods import OFFLINE, TAUGHT
 from qlora_rl.memory.request import MemoryRequest
 from qlora_rl.memory.shape import ModelShape, model_and_adapter, read_shape
+from qlora_rl.methods import OFFLINE, TAUGHT
 
 GIB = 2**30
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from qlora_rl.base.quant import QuantSpec
 from qlora_rl.errors import ConfigConflictError
-from qlora_rl.memory.methods import METHODS, OFFLINE, SEQUENCES, TAUGHT
+from qlora_rl.methods import ESTIMATED, METHODS, OFFLINE, TAUGHT
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class MemoryRequest:
 
     Attributes:
         spec: how the base is held.
-        method: one of `METHODS`. "sft", "dpo" and "kto" make no engine, and DPO has two sequences for every one of
+        method: one of `ESTIMATED`. "sft", "dpo" and "kto" make no engine, and DPO has two sequences for every one of
             `batch_size`.
         teacher_bytes: of "distill", the weights of a second model; 0 where the teacher shares the student's base.
         teacher_hidden: the width of its hidden states; `None` for the student's.
@@ -90,9 +90,9 @@ class MemoryRequest:
         wrong = [f"{name}={value} must be above 0" for name, value in positive.items() if not value > 0]
         if wrong:
             raise ConfigConflictError(f"planning the memory: {'; '.join(wrong)}.", reasons=wrong)
-        if self.method not in METHODS:
+        if self.method not in ESTIMATED:
             raise ConfigConflictError(
-                f"planning the memory: method={self.method!r} is none of {', '.join(METHODS)}. Plan online DPO as "
+                f"planning the memory: method={self.method!r} is none of {', '.join(ESTIMATED)}. Plan online DPO as "
                 "'grpo' with twice the batch."
             )
         if self.method not in TAUGHT and self.teacher_bytes:
@@ -114,12 +114,12 @@ class MemoryRequest:
     @property
     def rows(self) -> int:
         """Sequences of one forward and backward pass."""
-        return self.batch_size * SEQUENCES.get(self.method, 1)
+        return self.batch_size * METHODS[self.method].sequences
 
     @property
     def keeps_padding(self) -> bool:
         """Attention gets masks."""
-        return self.padded or self.method in TAUGHT
+        return self.padded or bool(METHODS[self.method].why_padded)
 
     def as_dict(self) -> dict[str, Any]:
         """The fields, for JSON."""

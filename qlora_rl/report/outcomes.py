@@ -50,12 +50,9 @@ def draw_evaluation(run: Run) -> Markup | None:
     ]
     if not rows:
         return None
-    lengths = found.get("lengths")
-    if isinstance(lengths, list) and len(lengths) == 2:
-        rows.append(("Tokens of an answer", *map(plain, lengths), ""))
-    cut_off = found.get("cut_off")
-    if isinstance(cut_off, list) and len(cut_off) == 2:
-        rows.append(("Share cut off at the limit", *map(plain, cut_off), ""))
+    for title, name in (("Tokens of an answer", "lengths"), ("Share cut off at the limit", "cut_off")):
+        if isinstance(pair := found.get(name), list) and len(pair) == 2:
+            rows.append((title, *map(plain, pair), ""))
     asked = object_in(found, "asked")
     said = [f"{plain(found.get('prompts'))} prompts" + (f" of {asked['data']}" if asked.get("data") else "")]
     if finite(asked.get("step")) is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import wraps
 
 ABSENT = "–"
 _EXTREME = 1e100  # no quantity of a run; sums and differences of such values would overflow
@@ -20,11 +22,20 @@ def finite(value: object) -> float | None:
     return number if abs(number) < _EXTREME else None
 
 
-def plain(value: object) -> str:
+def _of_numbers(write: Callable[[float], str]) -> Callable[[object], str]:
+    """What is no finite number is absent."""
+
+    @wraps(write)
+    def written(value: object) -> str:
+        number = finite(value)
+        return ABSENT if number is None else write(number)
+
+    return written
+
+
+@_of_numbers
+def plain(number: float) -> str:
     """Three significant digits, two where small, whole where large: `0.312`, `8.2e-05`, `17,856`."""
-    number = finite(value)
-    if number is None:
-        return ABSENT
     size = abs(number)
     if size == 0:
         return "0"
@@ -41,11 +52,9 @@ def _with_unit(number: float, unit: str) -> str:
     return f"{number:.1f}{_GAP}{unit}" if 0 < abs(number) < 9.95 else f"{number:,.0f}{_GAP}{unit}"
 
 
-def seconds(value: object) -> str:
+@_of_numbers
+def seconds(number: float) -> str:
     """A duration: `2.1 ms`, `104 s`, `12 min`, `3 h 20 min`."""
-    number = finite(value)
-    if number is None:
-        return ABSENT
     if number == 0 or 0.9995 <= abs(number) < 119.5 or number < 0:
         return _with_unit(number, "s")
     if number < 0.9995e-3:
@@ -59,22 +68,18 @@ def seconds(value: object) -> str:
     return f"{hours:,}{_GAP}h" + (f" {minutes}{_GAP}min" if minutes else "")
 
 
-def octets(value: object) -> str:
+@_of_numbers
+def octets(number: float) -> str:
     """A size in decimal units: `512 B`, `1.3 MB`."""
-    number = finite(value)
-    if number is None:
-        return ABSENT
     units = ["B", "kB", "MB", "GB", "TB"]
     while abs(number) >= 999.5 and len(units) > 1:
         number, units = number / 1000, units[1:]
     return f"{number:.0f}{_GAP}B" if units[0] == "B" else _with_unit(number, units[0])
 
 
-def share(value: object) -> str:
+@_of_numbers
+def share(number: float) -> str:
     """A part of one as a percentage: `31 %`, `0.4 %`, `< 0.1 %`."""
-    number = finite(value)
-    if number is None:
-        return ABSENT
     percent = number * 100
     if 0 < percent < 0.05:
         return f"<{_GAP}0.1{_GAP}%"

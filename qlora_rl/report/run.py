@@ -10,6 +10,7 @@ from statistics import fmean, median, quantiles
 from typing import Any
 
 from qlora_rl.locks import is_held
+from qlora_rl.methods import METHODS, TAUGHT
 
 from ..errors import RunDirectoryError
 from .parts import object_in
@@ -58,7 +59,7 @@ class Run:
     @property
     def is_taught(self) -> bool:
         """Answers were sampled, and a teacher has said what it would have said; there are no rewards."""
-        return isinstance(self.config.get("distillation"), dict)
+        return any(isinstance(self.config.get(METHODS[name].record), dict) for name in TAUGHT)
 
     @property
     def is_async(self) -> bool:
@@ -79,9 +80,7 @@ class Run:
 
     def argument(self, name: str) -> float | None:
         """A number of TRL's config."""
-        of_trl = [
-            self.config.get(trainer) for trainer in ("grpo", "rloo", "online_dpo", "distillation", "sft", "dpo", "kto")
-        ]
+        of_trl = [self.config.get(method.record) for method in METHODS.values()]
         found = (finite(each.get(name)) for each in of_trl if isinstance(each, dict))
         return next((each for each in found if each is not None), None)
 

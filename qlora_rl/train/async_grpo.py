@@ -14,6 +14,7 @@ from qlora_rl.contracts import SyncReport
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, QloraRLError
 from qlora_rl.fidelity import Fidelity
+from qlora_rl.methods import METHODS
 from qlora_rl.sync.mismatch_debugger import Sampled as Examined
 from qlora_rl.train.grpo import QLoRAGRPOTrainer
 from qlora_rl.train.metrics.alarm import few_of
@@ -59,10 +60,7 @@ class QLoRAAsyncGRPOTrainer(QLoRAGRPOTrainer):
     """
 
     _tag_names = ["trl", "grpo", "async", "qlora-rl"]
-
-    _takes_images = False
-    _rests = False
-    _is_ahead = True
+    _method = METHODS["async_grpo"]
 
     def __init__(self, *args: Any, max_staleness: int = 1, rollout_threads: int | None = None, **kwargs: Any):
         if max_staleness < 0:

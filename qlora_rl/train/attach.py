@@ -12,12 +12,14 @@ from qlora_rl.adapter.inspected import active_adapter, bare_model, is_bare
 from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.contracts import RolloutEngine, SyncReport
 from qlora_rl.distributed import join, ranks
-from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, RewardFunctionError
+from qlora_rl.engine.started import as_one
+from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
 from qlora_rl.fidelity import FidelityMonitor
 from qlora_rl.sharded_tensors import is_sharded
+from qlora_rl.train.linked import LinkedTrainer
 from qlora_rl.train.metrics.alarm import MismatchAlarm, alarm_for, check_word
 from qlora_rl.train.metrics.measure import MeasuredSteps
-from qlora_rl.train.metrics.rewards import agree_on, apply_attention_to, check_signature, guard
+from qlora_rl.train.metrics.rewards import apply_attention_to, check_signature, guard
 from qlora_rl.train.rloo import SampledLogprobs
 from qlora_rl.train.rollouts.endings import EndedCompletions
 from qlora_rl.train.rollouts.engine_link import Link, link_policy
@@ -25,7 +27,7 @@ from qlora_rl.train.rollouts.engines import EngineChoice
 from qlora_rl.train.run.progress import told
 from qlora_rl.train.run.wrapped import WrappedModel
 from qlora_rl.train.scoring.logprobs import truncation_of, use_small_tiles
-from qlora_rl.train.setup import settings
+from qlora_rl.train.setup import config_checks, dataset_checks, settings
 from qlora_rl.train.setup.model_source import Source, base_of
 from qlora_rl.train.setup.processes import begin_alike, check_processes, check_turns, fit_for_sharding
 from qlora_rl.train.setup.residual_init import keep_start
@@ -46,10 +48,30 @@ class Attachment:
         bridge: what TRL generates through.
     """
 
-    def __init__(self, trainer: Any, link: Link, kind: type, before: dict[str, Any], callbacks: list[Any]):
+    def __init__(self, trainer: Any, link: Link, rollout_func: Any, on_mismatch: str):
         self.engine: RolloutEngine = link.engine
         self.base_check, self.plan, self.bridge = link.base_check, link.plan, link.bridge
-        self._trainer, self._link, self._kind, self._before, self._callbacks = trainer, link, kind, before, callbacks
+        self._trainer, self._link, self._kind = trainer, link, type(trainer)
+        names = (*_ATTRIBUTES, "reward_funcs")
+        self._before = {name: trainer.__dict__[name] for name in names if name in trainer.__dict__}
+        trainer.__class__ = _attached(self._kind)
+        trainer._link, trainer.bridge, trainer.engine = link, link.bridge, link.engine
+        _prepare_rewards(trainer)
+        callbacks = list(trainer.callback_handler.callbacks)
+        keep_start(trainer)
+        link.bridge.install(trainer)
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        if (truncated := truncation_of(trainer, link.bridge.sampling)) is not None:
+            bare = bare_model(model)
+            self._before["forward"] = bare, bare.__dict__["forward"]  # TRL's, which has its fused head
+            use_small_tiles(bare, trainer.temperature, truncated=truncated)
+            trainer._truncated = truncated
+        alarm = alarm_for(
+            link, model, trainer.args, on_mismatch, rollout_func=rollout_func, truncated=trainer._truncated
+        )
+        trainer.measure_into(None, alarm, compares=link.bridge.knows_logprobs(rollout_func))
+        self._callbacks = [c for c in trainer.callback_handler.callbacks if c not in callbacks]
+        logger.info("%s samples from %s", self._kind.__name__, link.engine.capabilities().name)
 
     @property
     def fidelity(self) -> FidelityMonitor:
@@ -91,39 +113,14 @@ class Attachment:
         self.close()
 
 
-class Attached(WrappedModel):
+class Attached(LinkedTrainer, WrappedModel):
     """The methods that an attached trainer has while it is attached."""
-
-    _link: Link
-    # Of reward functions, where several ranks must agree before one may raise.
-    _failures: list[RewardFunctionError] | None = None
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's; a second call pushes again, although its steps are counted from 0."""
         self._link.bridge.install(self)
         with ranks().one_outcome("training"):
             return super().train(*args, **kwargs)
-
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's, in which all ranks meet; then what a reward function has raised on one of them is raised on all."""
-        rewards = super()._calculate_rewards(*args, **kwargs)
-        agree_on(self._failures)
-        return rewards
-
-    def _load_best_model(self) -> None:
-        super()._load_best_model()
-        self._last_loaded_step = -1  # it is another policy now, though no step was made
-
-    def _before_rollout(self, mode: str) -> None:
-        if self._link.bridge.is_overtaken():
-            self._last_loaded_step = -1
-        self._link.bridge.begin(self.state.global_step, is_evaluation=mode == "eval")
-
-    def _after_generation(self) -> None:
-        self._link.bridge.rest()
-
-    def _rollout_facts(self) -> dict[str, float]:
-        return self._link.rollout_facts(None)
 
 
 def attach(
@@ -164,10 +161,10 @@ def attach(
     """
     _check(trainer, canary_every)
     check_word(on_mismatch)
-    rollout = settings.as_one(rollout)
-    settings.check(trainer.args, rollout)
+    rollout = as_one(rollout)
+    config_checks.check(trainer.args, rollout)
     rollout_func = getattr(trainer, "rollout_func", None)
-    settings.check_logprobs(trainer.args, rollout, rollout_func)
+    config_checks.check_logprobs(trainer.args, rollout, rollout_func)
     check_processes(trainer.args, "attaching to a trainer")
     with told(trainer.args), join(trainer.args.ddp_timeout).one_outcome("attaching to a trainer"):
         model = trainer.accelerator.unwrap_model(trainer.model)
@@ -188,24 +185,7 @@ def attach(
             allow_base_mismatch=allow_base_mismatch,
             on_mismatch=on_mismatch,
         )
-    kind = type(trainer)
-    before = {name: trainer.__dict__[name] for name in (*_ATTRIBUTES, "reward_funcs") if name in trainer.__dict__}
-    trainer.__class__ = _attached(kind)
-    trainer._link, trainer.bridge, trainer.engine = link, link.bridge, link.engine
-    _prepare_rewards(trainer)
-    callbacks = list(trainer.callback_handler.callbacks)
-    keep_start(trainer)
-    link.bridge.install(trainer)
-    if (truncated := truncation_of(trainer, link.bridge.sampling)) is not None:
-        bare = bare_model(model)
-        before["forward"] = bare, bare.__dict__["forward"]  # TRL's, which has its fused head
-        use_small_tiles(bare, trainer.temperature, truncated=truncated)
-        trainer._truncated = truncated
-    alarm = alarm_for(link, model, trainer.args, on_mismatch, rollout_func=rollout_func, truncated=trainer._truncated)
-    trainer.measure_into(None, alarm, compares=link.bridge.knows_logprobs(rollout_func))
-    added = [c for c in trainer.callback_handler.callbacks if c not in callbacks]
-    logger.info("%s samples from %s", kind.__name__, link.engine.capabilities().name)
-    return Attachment(trainer, link, kind, before, added)
+    return Attachment(trainer, link, rollout_func, on_mismatch)
 
 
 def _prepare_rewards(trainer: Any) -> None:
@@ -228,12 +208,12 @@ def _attached(kind: type) -> type:
 def _base(model: Any, trainer: Any, rollout: Any) -> PreparedBase:
     """The base of the trainer's model, which is made ready to be split over processes, where it will be."""
     args = trainer.args
-    settings.check_datasets(
+    dataset_checks.check_datasets(
         trainer.train_dataset,
         trainer.eval_dataset,
         **({"why": "in several processes it is sampled from text prompts only"} if ranks().size > 1 else {}),
     )
-    settings.check_sampling(args, rollout)
+    config_checks.check_sampling(args, rollout)
     if is_sharded(model):
         raise NotYetSupportedError(
             f"attaching to a trainer: its model is split over {ranks().size} processes already, and its base can no "

@@ -30,6 +30,7 @@ from qlora_rl.documents import read_object
 from qlora_rl.engine.client import PromptLogprobs
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, collected
 from qlora_rl.memory.shape import read_config
+from qlora_rl.methods import METHODS
 from qlora_rl.sync.truncated_sampling import TruncatedSampling
 from qlora_rl.train.metrics.measure import MeasuredSteps, logprobs_like
 from qlora_rl.train.metrics.teaching import TaughtSteps
@@ -138,8 +139,7 @@ class QLoRADistillationTrainer(
 
     _tag_names = ["trl", "distillation", "qlora-rl"]
     _name = "Distillation"
-    _config_name = "distillation"
-    _is_planned = False
+    _method = METHODS["distill"]
     _refers = False
     # Rows of the batch whose loss is still to be computed, and what is known of the others.
     _unscored = 0
@@ -294,9 +294,6 @@ class QLoRADistillationTrainer(
     def _engine_options(self, args: Any) -> dict[str, Any]:
         rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
         return settings.engine_options(args) | {"max_num_seqs": rows * args.vllm_tensor_parallel_size}
-
-    def _why_padded(self, options: OnlineOptions) -> str:
-        return "TRL computes padded batches here"
 
     def _uses_rollouts_again(self) -> bool:
         return False  # each step has completions of its own

@@ -10,6 +10,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from qlora_rl.contracts import RolloutEngine
 from qlora_rl.fidelity import CORRECTION
+from qlora_rl.methods import METHODS
 from qlora_rl.train.metrics.measure import MeasuredSteps
 from qlora_rl.train.metrics.routing import RoutedSteps
 from qlora_rl.train.online import OnlineOptions, OnlineTrainer
@@ -79,8 +80,7 @@ class QLoRAGRPOTrainer(
 
     _tag_names = ["trl", "grpo", "qlora-rl"]
     _name = "GRPO"
-    _config_name = "grpo"
-    _takes_images = True
+    _method = METHODS["grpo"]
 
     def __init__(
         self,

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from transformers import TrainerCallback, TrainingArguments
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
@@ -21,36 +20,30 @@ from qlora_rl.base.model_classes import directory_takes_images, may_take_images
 from qlora_rl.base.writer import embedding_rows
 from qlora_rl.distributed import join
 from qlora_rl.errors import BaseMismatchError, ConfigConflictError, collected
+from qlora_rl.methods import METHODS
 from qlora_rl.stages import begin
 from qlora_rl.train.metrics.measure import StepClock
 from qlora_rl.train.run import CONFIG, StepRecord
-from qlora_rl.train.run.progress import show_progress, told
-from qlora_rl.train.run.trained_run import (
-    TrainedRun,
+from qlora_rl.train.run.progress import told
+from qlora_rl.train.run.recorded_training import (
+    RecordedTraining,
     check_adapter_dtype,
-    check_optimizer,
     load_tokenizer,
     open_run,
     products_of,
-    set_adapter_dtype,
     trained_values,
 )
 from qlora_rl.train.scoring.logprobs import use_small_tiles
-from qlora_rl.train.scoring.padding import apply_padding
-from qlora_rl.train.setup import settings
-from qlora_rl.train.setup.layer_inputs import keep_on_host
-from qlora_rl.train.setup.linears import apply_linears
-from qlora_rl.train.setup.methods import kto_contradictions, kto_row_problems
+from qlora_rl.train.setup import dataset_checks, settings
+from qlora_rl.train.setup.kto import kto_contradictions, kto_row_problems
 from qlora_rl.train.setup.model_source import check_cloned
-from qlora_rl.train.setup.processes import begin_alike, check_common_base, check_processes, shards_base
-from qlora_rl.train.setup.residual_init import keep_start, settle
-from qlora_rl.train.setup.tiled_mlp import tile_layers
-from qlora_rl.train.setup.vision_tower import apply_tower
+from qlora_rl.train.setup.processes import check_common_base, check_processes
+from qlora_rl.train.setup.residual_init import settle
 
 logger = logging.getLogger(__name__)
 
 
-class OfflineTrainer(TrainedRun):
+class OfflineTrainer(RecordedTraining):
     """Comes before TRL's class; a trainer's `__init__` calls `set_up`, and nothing else."""
 
     # TRL makes a frozen copy of a PeftModel's adapter, to refer to.
@@ -85,9 +78,9 @@ class OfflineTrainer(TrainedRun):
         args = settings.own_copy(args)
         check_processes(args, "starting the training")
         peft_config, start = settle(model, peft_config)
-        images = settings.check_datasets(train_dataset, eval_dataset, why="")
+        images = dataset_checks.check_datasets(train_dataset, eval_dataset, why="")
         if images and not may_take_images(model):
-            settings.reject_images(images, f"{model} takes none")
+            dataset_checks.reject_images(images, f"{model} takes none")
         with told(args), join(args.ddp_timeout).one_outcome("preparing the training"), models_are_whole():
             self.run = open_run(args.output_dir, existing_run)
             source = self._resolve(
@@ -99,7 +92,7 @@ class OfflineTrainer(TrainedRun):
                 takes_sync=False,
             )
             if images and not directory_takes_images(self.base.path):
-                settings.reject_images(images, f"{self.base} takes none")
+                dataset_checks.reject_images(images, f"{self.base} takes none")
             begin("loading the base")
             loaded = source.load()
             check_base(loaded, self.base.path)
@@ -108,7 +101,7 @@ class OfflineTrainer(TrainedRun):
             rendered = self._rendered(args, train_dataset, eval_dataset) if is_rendered else ()
             processing_class = self._checked_processor(processing_class, args, rendered)
             if self._takes_ids:
-                settings.check_ids(embedding_rows(bare_model(loaded)), train_dataset, eval_dataset)
+                dataset_checks.check_ids(embedding_rows(bare_model(loaded)), train_dataset, eval_dataset)
             if (reference := of_trl.get("ref_model")) is not None:
                 apply_attention(reference)
             before = trained_values(loaded)
@@ -124,17 +117,13 @@ class OfflineTrainer(TrainedRun):
                 **of_trl,
             )
             args.model_init_kwargs = init
-            linears, padding = self._fit(args, start, getattr(torch, adapter_dtype), before, remove_padding)
-            check_optimizer(optimizers[0], self.model)
-            self.make_resumable()
-            show_progress(self)
+            computes = self._fit(args, start, adapter_dtype, before, remove_padding, optimizers[0])
             self._record = StepRecord(self.run)
             # Before the user's, which may raise: the step is done all the same.
             self.callback_handler.callbacks.insert(0, _Recorder(self._record))
             if self.run is not None:
                 self.run.begin()
-                held = {"adapter": self._travels(), "padding": padding, "linears": linears}
-                self.run.write_json(CONFIG, self._describe(adapter_dtype, held))
+                self.run.write_json(CONFIG, self._describe(adapter_dtype, {"adapter": self._travels(), **computes}))
         # Last, so that nothing is claimed for a trainer that could not be made.
         products = products_of(self.model, self.base, args)
         self._finalizer = weakref.finalize(self, products.close)  # also when nobody calls close()
@@ -144,31 +133,16 @@ class OfflineTrainer(TrainedRun):
         verdict = judge_adapter(self.model)
         return {"travels_as": verdict.kind, "reasons": list(verdict.reasons)}
 
-    def _fit(
-        self, args: Any, start: Any, adapter_dtype: torch.dtype, before: Any, remove_padding: bool
-    ) -> tuple[dict[str, Any], Any]:
-        """Have the model that TRL was given multiply, hold its inputs and leave out padding as ours do; what became of
-        the linears and of the padding."""
-        bare = bare_model(self.model)
-        keep_on_host(bare)
-        linears = {"reason": "the base is sharded"}
-        if not shards_base(args):
-            linears = apply_linears(bare)
-            tile_layers(bare)
-        set_adapter_dtype(self.model, adapter_dtype, before)
-        keep_start(self, start)
-        apply_tower(bare)
-        begin_alike(self.model)
-        use_small_tiles(bare, 1.0, self._outputs())
-        return linears, apply_padding(bare, "" if remove_padding else "remove_padding=False")
+    def _after_trl(self, args: Any) -> None:
+        use_small_tiles(bare_model(self.model), 1.0, self._outputs())
 
     def _checked_processor(self, given: Any, args: Any, rendered: Sequence[Any]) -> Any:
         """The tokenizer or processor, by default that of the base; it takes the messages of what TRL renders."""
         processor = load_tokenizer(self.base, args) if given is None else given
-        settings.check_processor(processor, self.base.path, is_given=given is not None)
+        dataset_checks.check_processor(processor, self.base.path, is_given=given is not None)
         check_cloned(args, processor, self.base.path)
         if getattr(args, "chat_template_path", None) is None:
-            settings.check_messages(processor, *rendered, is_online=False)
+            dataset_checks.check_messages(processor, *rendered, is_online=False)
         return processor
 
     def _rendered(self, args: Any, *datasets: Any) -> Sequence[Any]:
@@ -246,11 +220,11 @@ class QLoRASFTTrainer(OfflineTrainer, SFTTrainer):
 
     _tag_names = ["trl", "sft", "qlora-rl"]
     _name = "SFT"
-    _config_name = "sft"
+    _method = METHODS["sft"]
     _takes_ids = True
 
     def _rendered(self, args: Any, *datasets: Any) -> Sequence[Any]:
-        return settings.rendered(args.dataset_kwargs, *datasets)
+        return dataset_checks.rendered(args.dataset_kwargs, *datasets)
 
     def __init__(
         self,
@@ -332,7 +306,7 @@ class PreferenceTrainer(OfflineTrainer):
     ):
         self.set_up(
             model,
-            args if args is not None else settings.default_args(self._config, f"qlora-{self._config_name}"),
+            args if args is not None else settings.default_args(self._config, f"qlora-{self._method.name}"),
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
@@ -358,7 +332,7 @@ class QLoRADPOTrainer(PreferenceTrainer, DPOTrainer):
 
     _tag_names = ["trl", "dpo", "qlora-rl"]
     _name = "DPO"
-    _config_name = "dpo"
+    _method = METHODS["dpo"]
     _config = DPOConfig
 
     def _outputs(self) -> set[str]:
@@ -375,7 +349,7 @@ class QLoRAKTOTrainer(PreferenceTrainer, KTOTrainer):
 
     _tag_names = ["trl", "kto", "qlora-rl"]
     _name = "KTO"
-    _config_name = "kto"
+    _method = METHODS["kto"]
     _config = KTOConfig
 
     def set_up(self, model: Any, args: KTOConfig, **given: Any) -> None:
@@ -386,7 +360,7 @@ class QLoRAKTOTrainer(PreferenceTrainer, KTOTrainer):
                 or labels that are none.
         """
         found = kto_contradictions(args)
-        for part in settings.parts((given["train_dataset"], given["eval_dataset"])):
+        for part in dataset_checks.parts((given["train_dataset"], given["eval_dataset"])):
             found += kto_row_problems(part)
         if found:
             raise collected("reading the arguments", found, ConfigConflictError)

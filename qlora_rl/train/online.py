@@ -13,44 +13,37 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from qlora_rl.adapter.inspected import bare_model
 from qlora_rl.base.checkpoint import models_are_whole
 from qlora_rl.base.model_classes import directory_takes_images, may_take_images
 from qlora_rl.contracts import RolloutEngine, SyncReport
 from qlora_rl.distributed import join, ranks
-from qlora_rl.errors import ConfigConflictError, EngineClosedError, RewardFunctionError
+from qlora_rl.engine.started import ENGINES, as_one
+from qlora_rl.errors import ConfigConflictError, EngineClosedError
 from qlora_rl.stages import begin
 from qlora_rl.sync.plan import WISHES, plan_sync
+from qlora_rl.train.linked import LinkedTrainer
 from qlora_rl.train.metrics.alarm import alarm_for, check_word
-from qlora_rl.train.metrics.rewards import agree_on, apply_attention_to, as_list, check_signature, guard
+from qlora_rl.train.metrics.rewards import apply_attention_to, as_list, check_signature, guard
 from qlora_rl.train.rollouts.engine_link import Link, link_policy, release, why_dense
 from qlora_rl.train.rollouts.engines import EngineChoice
 from qlora_rl.train.run import CONFIG, FINGERPRINTS
-from qlora_rl.train.run.progress import show_progress, told
-from qlora_rl.train.run.trained_run import (
-    TrainedRun,
+from qlora_rl.train.run.progress import told
+from qlora_rl.train.run.recorded_training import (
+    RecordedTraining,
     check_adapter_dtype,
-    check_optimizer,
     load_tokenizer,
     open_run,
-    set_adapter_dtype,
     trained_values,
 )
 from qlora_rl.train.scoring.logprobs import truncation_of, use_small_tiles
-from qlora_rl.train.scoring.padding import apply_padding
-from qlora_rl.train.setup import settings
-from qlora_rl.train.setup.engine_order import SHARE, Pair, expects_one_copy, make_pair
+from qlora_rl.train.setup import config_checks, dataset_checks, settings
+from qlora_rl.train.setup.engine_order import SHARE, Pair, make_pair
 from qlora_rl.train.setup.full_finetuning import check_whole, trains_whole, unfreeze
-from qlora_rl.train.setup.layer_inputs import keep_on_host
-from qlora_rl.train.setup.linears import apply_linears
-from qlora_rl.train.setup.memory_budget import MemoryBudget, expects_full_weights
+from qlora_rl.train.setup.memory_budget import MemoryBudget, budget_of
 from qlora_rl.train.setup.model_source import Source
-from qlora_rl.train.setup.processes import begin_alike, check_processes, check_turns, shards_base
-from qlora_rl.train.setup.residual_init import keep_start, settle
-from qlora_rl.train.setup.tiled_mlp import tile_layers
-from qlora_rl.train.setup.vision_tower import apply_tower
+from qlora_rl.train.setup.processes import check_processes, check_turns, shards_base
+from qlora_rl.train.setup.residual_init import settle
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +115,7 @@ class _Asked:
         return self.of_trl["train_dataset"], self.of_trl["eval_dataset"]
 
 
-class OnlineTrainer(TrainedRun):
+class OnlineTrainer(LinkedTrainer, RecordedTraining):
     """Comes before `MeasuredSteps` and TRL's class; a trainer's `__init__` calls `set_up`, and nothing else.
 
     Attributes:
@@ -134,16 +127,6 @@ class OnlineTrainer(TrainedRun):
     """
 
     memory: MemoryBudget | None
-    # Of reward functions, where several ranks must agree before one may raise.
-    _failures: list[RewardFunctionError] | None = None
-    # The memory estimate knows the trainer's step, in which TRL scores with its fused head.
-    _is_planned = True
-    # Its prompts may hold images.
-    _takes_images = False
-    # The engine generates nothing while the policy is trained.
-    _rests = True
-    # Rollouts are generated ahead, in threads: each rank asks an engine that it shares on its own.
-    _is_ahead = False
 
     def set_up(
         self,
@@ -212,14 +195,14 @@ class OnlineTrainer(TrainedRun):
         """What the arguments alone contradict is rejected before anything is opened."""
         options.check()
         args = settings.own_copy(args)
-        rollout = settings.as_one(options.rollout)
-        settings.check(args, rollout)
-        settings.check_logprobs(args, rollout, of_trl.get("rollout_func"))
+        rollout = as_one(options.rollout)
+        config_checks.check(args, rollout)
+        config_checks.check_logprobs(args, rollout, of_trl.get("rollout_func"))
         is_whole = trains_whole(model, peft_config, options.sync)
         check_processes(args, "choosing the engine")
         peft_config, start = settle(model, peft_config)
         is_shared = isinstance(rollout, str) and (rollout != "colocate" or _ranks_of_engine(args, options) > 1)
-        if is_shared and not self._is_ahead:
+        if is_shared and not self._method.is_ahead:  # whose threads ask it, each rank on its own
             check_turns(args, of_trl)
         return _Asked(
             model,
@@ -245,31 +228,39 @@ class OnlineTrainer(TrainedRun):
                 "and the engine multiplies with the original. Leave it out, or pass allow_base_mismatch=True to train "
                 "on two different bases."
             )
-        why = "" if self._takes_images else f"{type(self).__name__} samples from text prompts only"
+        why = "" if self._method.takes_images else f"{type(self).__name__} samples from text prompts only"
         if ranks().size > 1:
             why = "in several processes it is sampled from text prompts only"
-        settings.check_prompts(args, *datasets)
-        images = settings.check_datasets(*datasets, why=why)
+        dataset_checks.check_prompts(args, *datasets)
+        images = dataset_checks.check_datasets(*datasets, why=why)
         if images and not may_take_images(asked.model):
-            settings.reject_images(images, f"{asked.model} takes none")
-        if rollout in settings.STARTED:
-            from qlora_rl.engine.compat import require_server, vllm_version
-
-            (require_server if rollout == "server" else vllm_version)()
-        if rollout == "ray":
-            from qlora_rl.engine.fleet import require_ray
-
-            require_ray()
-        settings.check_sampling(args, rollout)
+            dataset_checks.reject_images(images, f"{asked.model} takes none")
+        if isinstance(rollout, str) and rollout in ENGINES:
+            ENGINES[rollout].require()
+        config_checks.check_sampling(args, rollout)
         for reward in as_list(asked.of_trl["reward_funcs"]):
             check_signature(reward, _columns(asked))
         return images
 
     def _planned(self, asked: _Asked) -> MemoryBudget | None:
         """What the run will hold; what it leaves open in TRL's config is chosen in `asked.args`."""
-        if not self._is_planned:
+        if not self._method.is_planned:
             return None
-        budget = _budget(asked, rests=self._rests)
+        options = asked.options
+        if asked.is_whole and options.gpu_memory != "auto":
+            raise ConfigConflictError(
+                f"reading the arguments: gpu_memory={options.gpu_memory} with peft_config=None: the memory of training "
+                "all weights is not planned. Leave gpu_memory out."
+            )
+        budget = budget_of(
+            asked.model,
+            asked.args,
+            vars(options),
+            peft_config=asked.peft_config,
+            quantization_config=asked.quantization_config,
+            optimizer=asked.of_trl["optimizers"][0],
+            rests=not self._method.is_ahead,
+        )
         budget.set_chosen(asked.args)
         return budget
 
@@ -286,17 +277,17 @@ class OnlineTrainer(TrainedRun):
         )
         base = source.base
         if images and not directory_takes_images(base.path):
-            settings.reject_images(images, f"{base} takes none")
+            dataset_checks.reject_images(images, f"{base} takes none")
         if asked.is_whole:
             check_whole(base, asked.options.share_base)
         processing_class = given if given is not None else load_tokenizer(base, args)
-        settings.check_processor(processing_class, base.path, is_given=given is not None)
+        dataset_checks.check_processor(processing_class, base.path, is_given=given is not None)
         of_template = getattr(args, "chat_template_kwargs", None) or {}
         if asked.of_trl.get("rollout_func") is None:
             if "chat_template" not in of_template:
-                settings.check_template(processing_class, *asked.datasets)
+                dataset_checks.check_template(processing_class, *asked.datasets)
             if not images:  # which become parts of the messages
-                settings.check_messages(processing_class, *asked.datasets, given=of_template)
+                dataset_checks.check_messages(processing_class, *asked.datasets, given=of_template)
         return source, processing_class
 
     def _engine_choice(self, asked: _Asked) -> EngineChoice:
@@ -335,22 +326,9 @@ class OnlineTrainer(TrainedRun):
                 **of_trl,
             )
         apply_attention_to(self.reward_funcs, self.accelerator.unwrap_model)
-        set_adapter_dtype(self.model, getattr(torch, options.adapter_dtype), before)
-        keep_start(self, asked.start)
-        bare = bare_model(self.model)
-        keep_on_host(bare)
-        linears = {"reason": "the base is sharded"}
-        if not shards_base(args):
-            linears = apply_linears(bare)
-            tile_layers(bare)
-        apply_tower(bare)
-        begin_alike(self.model)
-        self._after_trl(args)
-        padding = apply_padding(bare, self._why_padded(options))
-        check_optimizer(of_trl["optimizers"][0], self.model)
-        self.make_resumable()
-        show_progress(self)
-        return {"padding": padding, "linears": linears}
+        return self._fit(
+            args, asked.start, options.adapter_dtype, before, options.remove_padding, of_trl["optimizers"][0]
+        )
 
     def _connect(self, engine: RolloutEngine | None, choice: EngineChoice, asked: _Asked) -> Link:
         """The policy and the engine, which is closed where this fails."""
@@ -439,11 +417,6 @@ class OnlineTrainer(TrainedRun):
     def follow_routing(self, *, replays: bool) -> None:
         """`RoutedSteps` compares the experts that both sides choose."""
 
-    def _why_padded(self, options: OnlineOptions) -> str:
-        if not self._is_planned:
-            return "TRL holds all logits here"
-        return "" if options.remove_padding else "remove_padding=False"
-
     def _guard_rewards(self) -> None:
         # Only now: an environment's own reward is among them, and TRL has named them all.
         self.reward_funcs = [
@@ -451,19 +424,13 @@ class OnlineTrainer(TrainedRun):
             for reward, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
         ]
 
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's, in which all ranks meet; then what a reward function has raised on one of them is raised on all."""
-        rewards = super()._calculate_rewards(*args, **kwargs)
-        agree_on(self._failures)
-        return rewards
-
     def _take(self, link: Link) -> None:
         self._link = link
         self.engine: RolloutEngine = link.engine
         self.base_check, self.plan, self.bridge = link.base_check, link.plan, link.bridge
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As `TrainedRun.train`.
+        """As `RecordedTraining.train`.
 
         Raises:
             EngineClosedError: the trainer was closed; its run stays as it is.
@@ -473,7 +440,7 @@ class OnlineTrainer(TrainedRun):
 
     def _before_train(self) -> None:
         super()._before_train()
-        if reason := settings.why_no_step(self.args, self.train_dataset):
+        if reason := dataset_checks.why_no_step(self.args, self.train_dataset):
             logger.warning("%s", reason)
         self.bridge.install(self)  # a second call must push again, although its steps are counted from 0
         if hasattr(self, "_buffered_inputs"):
@@ -484,18 +451,6 @@ class OnlineTrainer(TrainedRun):
 
     def _after_train(self) -> None:
         self._link.check_base()
-
-    def _load_best_model(self) -> None:
-        super()._load_best_model()
-        self._last_loaded_step = -1  # it is another policy now, though no step was made
-
-    def _before_rollout(self, mode: str) -> None:
-        if self.bridge.is_overtaken():
-            self._last_loaded_step = -1
-        self.bridge.begin(self.state.global_step, is_evaluation=mode == "eval")
-
-    def _after_generation(self) -> None:
-        self.bridge.rest()
 
     def _states(self) -> dict[str, Any]:
         canary = self.bridge.strategy.canary
@@ -517,9 +472,6 @@ class OnlineTrainer(TrainedRun):
         self._record.flush()
         self._rollout_facts()  # a push whose rollout or reward failed is still written down
 
-    def _rollout_facts(self) -> dict[str, float]:
-        return self._link.rollout_facts(self.run)
-
 
 def _columns(asked: _Asked) -> Any:
     """Of the rows that rewards get; `None` where something else than the dataset's columns may be among them."""
@@ -529,31 +481,6 @@ def _columns(asked: _Asked) -> Any:
     if gives_more or (isinstance(made_of_rows, dict) and made_of_rows.get("type") == "custom"):
         return None
     return getattr(dataset, "column_names", None)
-
-
-def _budget(asked: _Asked, *, rests: bool) -> MemoryBudget:
-    options, peft_config = asked.options, asked.peft_config
-    if asked.is_whole and options.gpu_memory != "auto":
-        raise ConfigConflictError(
-            f"reading the arguments: gpu_memory={options.gpu_memory} with peft_config=None: the memory of training all "
-            "weights is not planned. Leave gpu_memory out."
-        )
-    bakes = expects_full_weights(asked.model, peft_config, options.sync, trust_remote_code=asked.args.trust_remote_code)
-    return MemoryBudget(
-        options.gpu_memory,
-        asked.model,
-        asked.args,
-        peft_config=peft_config,
-        quantization_config=asked.quantization_config,
-        engine_options=options.engine_options,
-        optimizer=asked.of_trl["optimizers"][0],
-        adapter_dtype=options.adapter_dtype,
-        shared=expects_one_copy(asked.model, asked.rollout, options.share_base),
-        has_engine=asked.rollout == "colocate",
-        rests=rests,
-        baked=bakes,
-        padded=not options.remove_padding,
-    )
 
 
 def _pair(source: Source, choice: EngineChoice, asked: _Asked) -> Pair:

@@ -30,6 +30,7 @@ from qlora_rl.base.unsupported_configs import engine_positions
 from qlora_rl.contracts import RolloutEngine
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, RewardFunctionError
+from qlora_rl.methods import METHODS
 from qlora_rl.sync.truncated_sampling import TruncatedSampling
 from qlora_rl.train.metrics.measure import MeasuredSteps, batch_of_all_ranks, of_all_ranks
 from qlora_rl.train.online import OnlineOptions, OnlineTrainer
@@ -59,7 +60,6 @@ class Reference(torch.nn.Module):
 class SampledPairs:
     """Comes between `MeasuredSteps` and TRL's OnlineDPOTrainer."""
 
-    _is_planned = False  # TRL holds logits of B x T x V here, which the memory estimate does not know
     _refers = False  # the reference is made here
     _reference: Any = None
     _is_built = False  # TRL's __init__ is over
@@ -310,7 +310,7 @@ class QLoRAOnlineDPOTrainer(SampledPairs, OnlineTrainer, MeasuredSteps, OnlineDP
 
     _tag_names = ["trl", "online-dpo", "qlora-rl"]
     _name = "Online DPO"
-    _config_name = "online_dpo"
+    _method = METHODS["online_dpo"]
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 from trl import RLOOConfig, RLOOTrainer
 
 from qlora_rl.contracts import RolloutEngine
+from qlora_rl.methods import METHODS
 from qlora_rl.train.metrics.measure import MeasuredSteps, logprobs_like
 from qlora_rl.train.metrics.routing import RoutedSteps
 from qlora_rl.train.online import OnlineOptions, OnlineTrainer
@@ -64,8 +65,7 @@ class QLoRARLOOTrainer(
 
     _tag_names = ["trl", "rloo", "qlora-rl"]
     _name = "RLOO"
-    _config_name = "rloo"
-    _takes_images = True
+    _method = METHODS["rloo"]
     _refers = True
 
     def __init__(

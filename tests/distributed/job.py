@@ -216,7 +216,7 @@ def shared(make: Any) -> str:
     from qlora_rl.engine import compat
     from qlora_rl.train.rollouts import engines
 
-    engines._STARTS["server"] = lambda *_: engines._for_all(make)
+    engines.start_engine = lambda *_: engines._for_all(make)
     compat.require_server = lambda: None  # vLLM may have none: 0.26
     return "server"
 

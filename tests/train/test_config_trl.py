@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 from runfile import GOOD, reasons, written
 
+import qlora_rl
 from qlora_rl.adapter.factory import make_lora
 from qlora_rl.config.launch import find_trainer, trainer_arguments, trl_config
 from qlora_rl.config.read import read_config
-from qlora_rl.config.schema import ALIASES, ELSEWHERE, IDLE, METHODS, Adapter
+from qlora_rl.config.schema import ALIASES, ELSEWHERE, IDLE, Adapter
 from qlora_rl.config.trl_fields import CHOICES, LIMITS, OBJECTS, check_train, fits, train_fields
 from qlora_rl.errors import MissingDependencyError
 from qlora_rl.fidelity import CORRECTION
-from qlora_rl.train.setup.methods import config_class
+from qlora_rl.methods import METHODS
+from qlora_rl.train.setup.settings import config_class
 
 # One of them fits nothing that TRL has.
 CANDIDATES = ("perhaps", 3.5, True, {"x": [1]}, [[[]]])
@@ -27,6 +29,11 @@ def some(directory: Path, **changes) -> Path:
 
 def said(file: Path) -> tuple[str, ...]:
     return reasons(file, asks_trl=True)
+
+
+@pytest.mark.parametrize("method", METHODS.values())
+def test_a_trainer_names_the_row_of_its_method(method):
+    assert getattr(qlora_rl, method.trainer)._method is method
 
 
 @pytest.mark.parametrize("method", METHODS)

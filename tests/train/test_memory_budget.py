@@ -29,12 +29,12 @@ def colocate(monkeypatch):
 
 
 def test_the_estimate_is_logged_and_written_down_before_anything_is_loaded(make_trainer, config, monkeypatch, caplog):
-    from qlora_rl.train.run import trained_run
+    from qlora_rl.train.run import recorded_training
 
     seen = []
-    real = trained_run.resolve_model
+    real = recorded_training.resolve_model
     monkeypatch.setattr(
-        trained_run,
+        recorded_training,
         "resolve_model",
         lambda *a, **k: (seen.append("memory of this run" in caplog.text), real(*a, **k))[1],
     )
@@ -48,9 +48,9 @@ def test_the_estimate_is_logged_and_written_down_before_anything_is_loaded(make_
 
 
 def test_a_wish_that_cannot_be_kept_is_rejected_before_anything_is_loaded(make_trainer, colocate, monkeypatch):
-    from qlora_rl.train.run import trained_run
+    from qlora_rl.train.run import recorded_training
 
-    monkeypatch.setattr(trained_run, "resolve_model", lambda *a, **k: pytest.fail("something was loaded"))
+    monkeypatch.setattr(recorded_training, "resolve_model", lambda *a, **k: pytest.fail("something was loaded"))
     with pytest.raises(MemoryBudgetError, match=r"needs \d.\d\d GiB at its peak > gpu_memory=0.00 GiB") as caught:
         make_trainer(rollout="colocate", gpu_memory=0.001)
     assert "base, shared" in str(caught.value)

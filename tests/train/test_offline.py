@@ -25,7 +25,7 @@ from qlora_rl import (
 from qlora_rl.base import writer
 from qlora_rl.config.schema import Data
 from qlora_rl.data.load import load_data
-from qlora_rl.train.setup.methods import mixed_completions
+from qlora_rl.train.setup.kto import mixed_completions
 
 SENTENCES = Dataset.from_list([{"text": f"{a}+{a}={2 * a}"} for a in range(10, 26)])
 PAIRS = Dataset.from_list(

@@ -16,7 +16,7 @@ from qlora_rl.config.trl_fields import make_args
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
 from qlora_rl.train.ranks import zero
 from qlora_rl.train.setup import settings
-from qlora_rl.train.setup.methods import contradictions
+from qlora_rl.train.setup.config_checks import check, contradictions
 from qlora_rl.train.setup.processes import check_processes
 
 # field -> a value that is not the default, and the argument of LocalEngine in which it arrives
@@ -277,10 +277,10 @@ def test_under_deepspeed_bf16_would_cast_another_base(two_processes):
 
 
 def test_an_engine_that_each_of_several_processes_would_own_is_rejected(two_processes, engine, monkeypatch):
-    settings.check(two_processes, engine)
+    check(two_processes, engine)
     monkeypatch.setattr(type(engine), "url", "http://127.0.0.1:8000", raising=False)
     with pytest.raises(ConfigConflictError, match="Pass the URL"):
-        settings.check(two_processes, engine)
+        check(two_processes, engine)
 
 
 @pytest.mark.parametrize(

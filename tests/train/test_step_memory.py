@@ -15,7 +15,7 @@ from trl import DPOConfig
 
 from qlora_rl import QLoRADPOTrainer, prepare_base
 from qlora_rl.train import offline, online
-from qlora_rl.train.run import trained_run
+from qlora_rl.train.run import recorded_training
 from qlora_rl.train.setup import tiled_mlp as tiles_module
 from qlora_rl.train.setup.layer_inputs import keep_on_host
 
@@ -99,7 +99,7 @@ def test_layer_inputs_in_host_memory_change_no_offline_training(base, copier, tm
 @pytest.mark.parametrize(("architecture", "called"), [("qwen2", [1]), ("qwen3_moe", [])])
 def test_a_trainer_of_a_dense_model_has_onednn_keep_few_kernels(architecture, called, monkeypatch, tmp_path):
     calls = []
-    monkeypatch.setattr(trained_run, "keep_few_kernels", lambda: calls.append(1))
+    monkeypatch.setattr(recorded_training, "keep_few_kernels", lambda: calls.append(1))
     model = make_model(tmp_path / "model", architecture=architecture, tied=False)
     lora = LoraConfig(r=4, target_modules=["q_proj"])
     with make(prepare_base(model, out=tmp_path / "base"), tmp_path / "run", "fake", peft_config=lora):

@@ -15,8 +15,8 @@ from peft import PeftModel, get_peft_model
 from support import randomise
 
 from qlora_rl import SyncError, export_adapter, judge_adapter, load_base
-from qlora_rl.adapter.directory import read_saved, saved_names
-from qlora_rl.adapter.store import AdapterStore, pack_adapter, unpack_adapter, write_adapter
+from qlora_rl.adapter.directory import saved_names
+from qlora_rl.adapter.store import AdapterStore, pack_adapter, read_tensors, unpack_adapter, write_adapter
 from qlora_rl.contracts import EngineCapabilities
 
 PROMPT = torch.tensor([[40, 41, 42, 43, 44]])
@@ -225,7 +225,7 @@ def test_what_is_trained_is_found_again_in_the_file_that_peft_writes(base, field
     model = get_peft_model(load_base(base), lora(**fields))
     randomise(model)
     model.save_pretrained(tmp_path, save_embedding_layers=False)
-    live, saved, names = dict(model.named_parameters()), read_saved(tmp_path), saved_names(model)
+    live, saved, names = dict(model.named_parameters()), read_tensors(tmp_path), saved_names(model)
     assert set(names) == {name for name, parameter in live.items() if parameter.requires_grad}
     assert sorted(names.values()) == sorted(saved)
     assert all(torch.equal(live[name], saved[of_file]) for name, of_file in names.items())

@@ -6,11 +6,12 @@ import pytest
 import transformers
 
 from qlora_rl import ConfigConflictError, recommend
-from qlora_rl.advice.settings import TASKS, learning_rate
+from qlora_rl.advice.settings import learning_rate
 from qlora_rl.cli import main
 from qlora_rl.fidelity import CORRECTION
 from qlora_rl.memory.cards import ROOM
 from qlora_rl.memory.pace import pace_of
+from qlora_rl.methods import ESTIMATED, METHODS
 
 SHAPES = {
     "8b": {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32},
@@ -29,7 +30,7 @@ def config_of(tmp_path_factory):
     return write
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", ESTIMATED)
 def test_what_is_recommended_is_what_peft_and_trl_take(config_of, task, tmp_path):
     import trl
     from peft import LoraConfig
@@ -38,7 +39,7 @@ def test_what_is_recommended_is_what_peft_and_trl_take(config_of, task, tmp_path
     assert advice.fits
     lora = LoraConfig(**advice.lora)
     assert (lora.target_modules, lora.lora_alpha) == ("all-linear", 32)
-    kind = getattr(trl, TASKS[task])
+    kind = getattr(trl, METHODS[task].config)
     config = kind(output_dir=str(tmp_path), use_cpu=True, **advice.config)
     assert config.optim == "paged_adamw_8bit"
     assert config.learning_rate == pytest.approx(10 * kind.__dataclass_fields__["learning_rate"].default)

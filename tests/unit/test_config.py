@@ -19,10 +19,11 @@ from qlora_rl.config.describe import example, markdown
 from qlora_rl.config.directories import check_directory, source_line, source_of
 from qlora_rl.config.launch import record
 from qlora_rl.config.read import read_config, resolved
-from qlora_rl.config.schema import ALIASES, KINDS, METHODS, TABLES, TRAIN, Reward, applies, options
+from qlora_rl.config.schema import ALIASES, KINDS, TABLES, TRAIN, Reward, applies, options
 from qlora_rl.config.write import to_toml
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.locks import hold, is_held
+from qlora_rl.methods import METHODS
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
 TEXT, WHOLE, NUMBER, TRUTH, TABLE = "a string in quotes", "a whole number", "a number", "true or false", "a table"

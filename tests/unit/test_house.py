@@ -14,7 +14,7 @@ import qlora_rl
 PACKAGE = Path(qlora_rl.__file__).parent
 LAYERS = {
     "errors": 0, "contracts": 0, "distributed": 0, "sharded_tensors": 0, "locks": 0, "cpu_features": 0,
-    "cpu_matmul": 0, "fidelity": 0, "rewards": 0,
+    "cpu_matmul": 0, "fidelity": 0, "methods": 0, "rewards": 0,
     "image_io": 0, "versions": 0, "store_messages": 0, "documents": 0, "stages": 0,
     "base": 1,
     "adapter": 2, "data": 2, "memory": 2,
@@ -259,7 +259,7 @@ def test_the_help_of_the_command_loads_nothing_heavy():
 
 def test_what_keeps_the_libraries_quiet_comes_before_torch():
     """Torch reads its log level when it is imported, and warns of NUMA nodes on some machines."""
-    code = "import sys; from qlora_rl.demo.job import quieten; print('torch' in sys.modules)"
+    code = "import sys; from qlora_rl.engine.loading import quieten; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

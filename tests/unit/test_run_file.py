@@ -11,11 +11,10 @@ from transformers import AutoTokenizer
 from qlora_rl.advice import Chat, chat_of, tables_for
 from qlora_rl.cli import main
 from qlora_rl.config.read import read_config
-from qlora_rl.config.schema import METHODS
-from qlora_rl.contracts import LEARNING_RATES
 from qlora_rl.data.known import _known_datasets
 from qlora_rl.data.load import load_data
 from qlora_rl.errors import ConfigConflictError
+from qlora_rl.methods import METHODS
 
 GSM8K = ROOT / "tests" / "data" / "gsm8k" / "train-128.jsonl"
 MODEL = ["Qwen/Qwen3-8B", "--gpu-memory", "24"]
@@ -51,7 +50,7 @@ def test_every_task_makes_a_file_that_train_takes(task, capsys, tmp_path):
     for data in ("openai/gsm8k", str(GSM8K)):
         config = read_config(made(capsys, tmp_path, *MODEL, "--task", task, "--data", data))
         assert config.method == task
-        assert config.train["learning_rate"] == LEARNING_RATES[task]
+        assert config.train["learning_rate"] == METHODS[task].learning_rate
         assert bool(config.rewards) is METHODS[task].scores
 
 

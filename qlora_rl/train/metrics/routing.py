@@ -12,6 +12,7 @@ from qlora_rl.adapter.inspected import bare_model
 from qlora_rl.base.experts import is_mixture
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
+from qlora_rl.methods import Method
 from qlora_rl.train.rollouts.bridge import EngineBridge
 from qlora_rl.train.scoring.routing import Routers
 
@@ -25,8 +26,7 @@ class RoutedSteps:
     routing_replay = False
     _routers: Routers | None = None
     _is_told = False  # that the engine gives no weights
-    # Batches are generated while an earlier one is trained on: what the engine chose is not kept for them.
-    _is_ahead = False
+    _method: Method
 
     def follow_routing(self, *, replays: bool) -> None:
         """Compare the experts that both sides choose, where the engine says which it chose; with `replays` take the
@@ -36,7 +36,8 @@ class RoutedSteps:
             ConfigConflictError: the model is no mixture. NotYetSupportedError: the engine does not say what it chose.
         """
         model = bare_model(self.model)
-        why = _why_not(model, self.bridge, is_ahead=self._is_ahead)
+        # Of batches that are generated while an earlier one is trained on, what the engine chose is not kept.
+        why = _why_not(model, self.bridge, is_ahead=self._method.is_ahead)
         if replays and why:
             raise (NotYetSupportedError if is_mixture(model.config) else ConfigConflictError)(
                 f"reading the arguments: routing_replay=True: {why}."

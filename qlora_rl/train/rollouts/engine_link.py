@@ -28,7 +28,7 @@ from qlora_rl.sync.transports import transport_for
 from qlora_rl.train.rollouts.bridge import EngineBridge
 from qlora_rl.train.rollouts.engines import EngineChoice
 from qlora_rl.train.run import SYNCS, RunDirectory
-from qlora_rl.train.run.trained_run import products_of
+from qlora_rl.train.run.recorded_training import products_of
 from qlora_rl.train.setup.full_finetuning import judge_policy
 from qlora_rl.train.setup.processes import check_common_base
 from qlora_rl.train.setup.settings import autocast_dtype

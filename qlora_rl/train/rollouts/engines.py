@@ -9,10 +9,10 @@ from typing import Any
 from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.contracts import RolloutEngine
 from qlora_rl.distributed import ranks
+from qlora_rl.engine.started import ENGINES, is_url
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
 from qlora_rl.stages import begin
 from qlora_rl.train.setup.engine_order import closer
-from qlora_rl.train.setup.settings import is_url
 
 
 class EngineChoice:
@@ -24,7 +24,7 @@ class EngineChoice:
         name: for the record.
 
     Args:
-        rollout: "colocate", "server", "ray", URLs in one text, or an engine object; checked by `settings.check`.
+        rollout: "colocate", "server", "ray", URLs in one text, or an engine object; checked by `config_checks.check`.
         options: arguments of an engine that is started.
         api_key_file: holds the key of a server.
         sync_dir: the adapter directory of a server, if this machine sees it.
@@ -64,7 +64,7 @@ class EngineChoice:
     def start(self, base: PreparedBase, rank: int) -> RolloutEngine:
         """An engine on `base` for adapters of `rank`."""
         begin("starting vLLM on the base")
-        return _STARTS[self.rollout](base, rank, self.options)
+        return start_engine(self.rollout, base, rank, self.options)
 
     def start_dense(self, base: PreparedBase) -> RolloutEngine:
         """An engine that can be given all weights: on the baked base, or on one that is not 4-bit.
@@ -81,7 +81,7 @@ class EngineChoice:
 
         baked = ranks().in_turn(lambda: bake_base(base), "baking the base") if base.spec.is_4bit else base
         begin("starting vLLM on the base")
-        return _STARTS[self.rollout](baked, 0, {**self.options, "max_lora_rank": 0})
+        return start_engine(self.rollout, baked, 0, {**self.options, "max_lora_rank": 0})
 
     def closer(self, engine: RolloutEngine | None) -> Callable[[], None] | None:
         """What closes `engine`; `None` where that is its owner's business."""
@@ -104,37 +104,20 @@ def reject_ranks(rollout: Any, size: int) -> None:
             )
 
 
-def start_local(base: PreparedBase, rank: int, options: dict[str, Any]) -> RolloutEngine:
-    """vLLM in this process; or, of several ranks, in processes on the GPUs of a group of the trainer's, next to
-    them."""
-    from qlora_rl.engine.local import LocalEngine
-
-    size = options.get("tensor_parallel_size", 1)
+def start_engine(word: str, base: PreparedBase, rank: int, options: dict[str, Any]) -> RolloutEngine:
+    """The engine of a word. In this process: vLLM there or, of several ranks, in processes on the GPUs of a group of
+    the trainer's, next to them. Elsewhere: one for all, which ends with the trainer."""
+    known, size = ENGINES[word], options.get("tensor_parallel_size", 1)
+    options = {"max_lora_rank": rank, **options}
+    if not known.is_here:
+        # An engine elsewhere repairs its scales when it starts, and never sleeps.
+        there = {name: value for name, value in options.items() if name not in ("repair_scales", "enable_sleep")}
+        return _for_all(lambda: known.make(base, **there))
     if size > 1 and ranks().size > 1:
-        return _for_all(lambda: LocalEngine(base, **{"max_lora_rank": rank, **options}), size)
+        return _for_all(lambda: known.make(base, **options), size)
     # Each rank has an engine of its own, on its own device; vLLM finds torch.distributed with all of them in it.
     launched = {"distributed_executor_backend": "external_launcher"} if ranks().size > 1 else {}
-    return LocalEngine(base, **{"max_lora_rank": rank, **launched, **options})
-
-
-def start_server(base: PreparedBase, rank: int, options: dict[str, Any]) -> RolloutEngine:
-    """vLLM in a process of its own, which ends with the engine."""
-    from qlora_rl.engine.server import LocalServer
-
-    return _for_all(lambda: LocalServer(base, **{"max_lora_rank": rank, **_elsewhere(options)}))
-
-
-def start_ray(base: PreparedBase, rank: int, options: dict[str, Any]) -> RolloutEngine:
-    """vLLM in `replicas` actors of a Ray cluster, which end with the engine."""
-    from qlora_rl.engine.fleet import RayFleet
-
-    return _for_all(lambda: RayFleet(base, **{"max_lora_rank": rank, **_elsewhere(options)}))
-
-
-def _elsewhere(options: dict[str, Any]) -> dict[str, Any]:
-    """Without what is of this process alone: an engine elsewhere repairs its scales when it starts, and never
-    sleeps."""
-    return {name: value for name, value in options.items() if name not in ("repair_scales", "enable_sleep")}
+    return known.make(base, **launched | options)
 
 
 def _for_all(make: Callable[[], RolloutEngine], group: int = 0) -> Any:
@@ -144,13 +127,6 @@ def _for_all(make: Callable[[], RolloutEngine], group: int = 0) -> Any:
     from qlora_rl.train.ranks.shared_engine import SharedEngine
 
     return SharedEngine(make, ranks(), group)
-
-
-_STARTS: dict[str, Callable[..., RolloutEngine]] = {
-    "colocate": start_local,
-    "server": start_server,
-    "ray": start_ray,
-}
 
 
 def claim_servers(

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from qlora_rl.base.checkpoint import flush
 from qlora_rl.documents import printable, read_object
 from qlora_rl.errors import RunDirectoryError
 
@@ -181,15 +182,6 @@ def flush_all(directory: Path) -> None:
     """Files and directories under `directory`, and itself, survive a power cut from here on."""
     for path in (*directory.rglob("*"), directory):
         flush(path)
-
-
-def flush(path: Path) -> None:
-    """What was written to a file or directory survives a power cut from here on."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _digest(path: Path) -> str:

@@ -24,6 +24,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from qlora_rl.adapter.store import write_origin
+from qlora_rl.base.checkpoint import flush
 from qlora_rl.cpu_features import processor
 from qlora_rl.documents import read_object
 from qlora_rl.errors import ConfigConflictError, RunDirectoryError
@@ -234,7 +235,7 @@ class RunDirectory:
                     os.rename(old, target)
                 shutil.rmtree(staging, ignore_errors=True)
                 shutil.rmtree(old, ignore_errors=True)
-            checkpoints.flush(self.path)
+            flush(self.path)
         # safetensors reports a full disk as its own error type, which is no OSError.
         except Exception as error:
             raise _unwritable(target, error) from error
@@ -261,7 +262,7 @@ class RunDirectory:
             if target.exists():
                 os.rename(target, old)
             os.rename(staging, target)
-            checkpoints.flush(self.path)
+            flush(self.path)
         except Exception as error:
             raise _unwritable(target, error) from error
         finally:

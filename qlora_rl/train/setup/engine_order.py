@@ -17,6 +17,7 @@ import torch
 from qlora_rl.adapter.verdict import Verdict, judge_config
 from qlora_rl.base.checkpoint import outline
 from qlora_rl.contracts import RolloutEngine
+from qlora_rl.engine.started import ENGINES
 from qlora_rl.errors import CannotShareError, ConfigConflictError
 from qlora_rl.train.setup.model_source import Source
 
@@ -61,7 +62,7 @@ def why_not_shared(source: Source, rollout: str | RolloutEngine, share_base: boo
                 "prepared base, a path or a name, or leave share_base out."
             )
         return "the model was passed as an object, which is loaded already"
-    if rollout in ("server", "ray") or hasattr(rollout, "url"):
+    if not ENGINES[rollout].is_here if isinstance(rollout, str) else hasattr(rollout, "url"):
         if share_base is True:
             raise CannotShareError("sharing the base: the engine is a process of its own. Leave share_base out.")
         return "the engine is a process of its own"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,10 +17,12 @@ from qlora_rl.base.quant import QuantSpec, spec_of
 from qlora_rl.base.unsupported_configs import engine_positions
 from qlora_rl.distributed import ranks
 from qlora_rl.engine.compat import may_sleep
+from qlora_rl.engine.started import as_one
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.memory.cards import RESERVE_GIB, card_size, memory_gib, usable_gib
 from qlora_rl.memory.plan import WAYS, MemoryEstimate, plan_memory
 from qlora_rl.memory.shape import read_config, stored_spec
+from qlora_rl.train.setup.engine_order import expects_one_copy
 from qlora_rl.train.setup.model_source import spec_from_config
 from qlora_rl.train.setup.processes import shards_base
 from qlora_rl.train.setup.settings import engine_options as trl_engine_options
@@ -295,3 +298,36 @@ def _optimizer_name(args: GRPOConfig, optimizer: Any) -> str:
 def _is_special(peft_config: Any) -> bool:
     """An adapter with which MLPs do not work in tiles, as far as its config says it."""
     return bool(getattr(peft_config, "use_dora", False) or getattr(peft_config, "lora_dropout", 0.0))
+
+
+def budget_of(
+    model: Any,
+    args: GRPOConfig,
+    ours: Mapping[str, Any],
+    *,
+    peft_config: Any,
+    quantization_config: Any,
+    optimizer: Any = None,
+    rests: bool = True,
+) -> MemoryBudget:
+    """The budget of a trainer that is given these arguments; of one that is not made yet, by the name of its model.
+
+    Args:
+        ours: arguments of the trainer in addition to TRL's; the others are as `MemoryBudget` takes them.
+    """
+    rollout = as_one(ours["rollout"])
+    return MemoryBudget(
+        ours["gpu_memory"],
+        model,
+        args,
+        peft_config=peft_config,
+        quantization_config=quantization_config,
+        engine_options=ours["engine_options"],
+        optimizer=optimizer,
+        adapter_dtype=ours["adapter_dtype"],
+        shared=expects_one_copy(model, rollout, ours["share_base"]),
+        has_engine=rollout == "colocate",
+        rests=rests,
+        baked=expects_full_weights(model, peft_config, ours["sync"], trust_remote_code=args.trust_remote_code),
+        padded=not ours["remove_padding"],
+    )

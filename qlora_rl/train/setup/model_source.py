@@ -166,7 +166,8 @@ def check_cloned(args: Any, processing_class: Any, base: Path) -> None:
         return
     from transformers import AutoTokenizer
 
-    known, rows = _tokenizer(processing_class).get_vocab(), _rows(base, args)
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    known, rows = tokenizer.get_vocab(), _rows(base, args)
     added = {each.content for each in AutoTokenizer.from_pretrained(path).added_tokens_decoder.values()} - set(known)
     if len(known) + len(added) != rows:
         raise ConfigConflictError(
@@ -175,11 +176,6 @@ def check_cloned(args: Any, processing_class: Any, base: Path) -> None:
             "could open the adapter. Take the template alone: write AutoTokenizer.from_pretrained(...).chat_template "
             "into a file chat.jinja, and pass that."
         )
-
-
-def _tokenizer(processing_class: Any) -> Any:
-    """Of a processor the tokenizer in it."""
-    return getattr(processing_class, "tokenizer", processing_class)
 
 
 def _rows(base: Path, args: Any) -> int:

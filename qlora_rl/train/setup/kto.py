@@ -1,52 +1,16 @@
-"""TRL's config class of each method, for those who read configs and know no TRL."""
+"""What KTO asks of its config and of its rows."""
 
 from __future__ import annotations
 
-import importlib
-import os
 from collections.abc import Collection
 from typing import Any
 
-from qlora_rl.errors import ConfigConflictError, QloraRLError, collected
-from qlora_rl.memory.methods import OFFLINE
+from qlora_rl.errors import ConfigConflictError, collected
 
-_CONFIGS = {
-    "sft": ("trl", "SFTConfig"),
-    "dpo": ("trl", "DPOConfig"),
-    "kto": ("trl", "KTOConfig"),
-    "grpo": ("trl", "GRPOConfig"),
-    "rloo": ("trl", "RLOOConfig"),
-    "online_dpo": ("trl.experimental.online_dpo", "OnlineDPOConfig"),
-    "async_grpo": ("trl", "GRPOConfig"),  # ours is GRPO ahead of itself, not TRL's experimental trainer
-    "distill": ("trl", "DistillationConfig"),
-}
 # How CSV spells labels of KTO.
 _LABELS = {word: True for word in ("true", "True", "TRUE", "1")} | {
     word: False for word in ("false", "False", "FALSE", "0")
 }
-
-
-def config_class(method: str) -> type:
-    """TRL's config of a method; importing it loads transformers and torch, no model."""
-    module, name = _CONFIGS[method]
-    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-    return getattr(importlib.import_module(module), name)
-
-
-def contradictions(method: str, args: Any, rollout: Any) -> list[str]:
-    """What the trainer of a method would reject in its config, before it is made."""
-    found = [f"report_to: {why}" for name in args.report_to or () if (why := _why_no_reporter(name))]
-    if method == "kto":
-        found += kto_contradictions(args)
-    if method in OFFLINE:
-        return found
-    from qlora_rl.train.setup import settings
-
-    try:
-        settings.check(args, settings.as_one(rollout))
-    except QloraRLError as error:
-        found += error.reasons
-    return found
 
 
 def kto_contradictions(args: Any) -> list[str]:
@@ -118,54 +82,3 @@ def mixed_completions(dataset: Any, seed: int) -> Any:
         labels = [_LABELS[each] for each in dataset["label"]]
         dataset = dataset.remove_columns("label").add_column("label", labels)
     return dataset.shuffle(seed=seed)
-
-
-def _why_no_reporter(name: str) -> str:
-    """Why transformers cannot report to a service: it is not known, or not installed; empty where it can."""
-    from transformers.integrations.integration_utils import get_reporting_integration_callbacks
-
-    try:
-        for reporter in get_reporting_integration_callbacks([name]):
-            reporter()
-    except (ValueError, RuntimeError, ImportError) as error:
-        return f"{' '.join(str(error).split()).removesuffix('.')}, or leave it out"
-    return ""
-
-
-def check_memory(
-    model: str, args: Any, quantization: dict[str, Any], peft_config: Any, ours: dict[str, Any], *, rests: bool = True
-) -> None:
-    """Plan the memory of a run as its trainer will, by the name of its model: before a base is made of it.
-
-    Args:
-        model: hub name or directory.
-        args: TRL's config.
-        quantization: transformers' `quantization_config` of the base.
-        peft_config: the adapter to make.
-        ours: arguments of the trainer in addition to TRL's.
-        rests: the engine generates nothing while the policy is trained.
-
-    Raises:
-        MemoryBudgetError: the run cannot fit into `gpu_memory`.
-    """
-    from qlora_rl.adapter.initialization import apply_start
-    from qlora_rl.train.setup import settings
-    from qlora_rl.train.setup.engine_order import expects_one_copy
-    from qlora_rl.train.setup.memory_budget import MemoryBudget, expects_full_weights
-
-    rollout, peft_config = settings.as_one(ours["rollout"]), apply_start(peft_config)[0]
-    MemoryBudget(
-        ours["gpu_memory"],
-        model,
-        args,
-        peft_config=peft_config,
-        quantization_config=quantization,
-        engine_options=ours["engine_options"],
-        optimizer=None,
-        adapter_dtype=ours["adapter_dtype"],
-        shared=expects_one_copy(model, rollout, ours["share_base"]),
-        has_engine=rollout == "colocate",
-        rests=rests,
-        baked=expects_full_weights(model, peft_config, ours["sync"], trust_remote_code=args.trust_remote_code),
-        padded=not ours["remove_padding"],
-    )

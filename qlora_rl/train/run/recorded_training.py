@@ -1,4 +1,4 @@
-"""`TrainedRun`: a mixin for TRL's trainers that leaves a readable run directory, however the training ends."""
+"""`RecordedTraining`: a mixin for TRL's trainers that leaves a readable run directory, however the training ends."""
 
 from __future__ import annotations
 
@@ -18,24 +18,30 @@ from qlora_rl.cpu_features import keep_few_kernels, processor
 from qlora_rl.cpu_matmul import Float32Products
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import ConfigConflictError
+from qlora_rl.methods import Method
 from qlora_rl.sharded_tensors import is_sharded
 from qlora_rl.stages import remark
 from qlora_rl.train.ranks.sharded import is_gathered, trained_weights
 from qlora_rl.train.run.directory import SUMMARY, RunDirectory, describe_machine, describe_versions
-from qlora_rl.train.run.progress import end_progress, told
+from qlora_rl.train.run.progress import end_progress, show_progress, told
 from qlora_rl.train.run.resume import Resumable
 from qlora_rl.train.run.wrapped import WrappedModel
-from qlora_rl.train.scoring.padding import micro_batches
+from qlora_rl.train.scoring.padding import apply_padding, micro_batches
 from qlora_rl.train.setup import settings
+from qlora_rl.train.setup.layer_inputs import keep_on_host
+from qlora_rl.train.setup.linears import apply_linears
 from qlora_rl.train.setup.model_source import Source, resolve_model
-from qlora_rl.train.setup.processes import fit_for_sharding
+from qlora_rl.train.setup.processes import begin_alike, fit_for_sharding, shards_base
+from qlora_rl.train.setup.residual_init import keep_start
+from qlora_rl.train.setup.tiled_mlp import tile_layers
+from qlora_rl.train.setup.vision_tower import apply_tower
 
 logger = logging.getLogger(__name__)
 
 ADAPTER_DTYPES = ("float32", "bfloat16")
 
 
-class TrainedRun(Resumable, WrappedModel):
+class RecordedTraining(Resumable, WrappedModel):
     """Comes before TRL's class; its `__init__` sets `run` and `base`.
 
     Attributes:
@@ -48,8 +54,39 @@ class TrainedRun(Resumable, WrappedModel):
     # TRL makes a frozen copy of a PeftModel's adapter; `None`: where beta is not 0.
     _refers: bool | None = None
     _has_trained = False
-    # Under which TRL's config stands in config.json.
-    _config_name: str
+    _method: Method
+
+    def _fit(
+        self, args: Any, start: Any, adapter_dtype: str, before: Any, remove_padding: bool, optimizer: Any
+    ) -> dict[str, Any]:
+        """Have the model that TRL was given multiply, hold its inputs and leave out padding as ours do, and resume;
+        `_after_trl` makes ready what TRL has built.
+
+        Args:
+            start: how the adapter begins, where TRL does not know it.
+            adapter_dtype: of the trained weights.
+            before: their values when they were loaded.
+            optimizer: the one that was passed in, if any.
+
+        Returns:
+            What became of the padding and of the linears, for config.json.
+        """
+        set_adapter_dtype(self.model, getattr(torch, adapter_dtype), before)
+        keep_start(self, start)
+        bare = bare_model(self.model)
+        keep_on_host(bare)
+        linears = {"reason": "the base is sharded"}
+        if not shards_base(args):
+            linears = apply_linears(bare)
+            tile_layers(bare)
+        apply_tower(bare)
+        begin_alike(self.model)
+        self._after_trl(args)
+        padding = apply_padding(bare, self._method.why_padded or ("" if remove_padding else "remove_padding=False"))
+        check_optimizer(optimizer, self.model)
+        self.make_resumable()
+        show_progress(self)
+        return {"padding": padding, "linears": linears}
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """TRL's `train`. However it ends, the run directory is readable and holds the last step's adapter.
@@ -193,7 +230,7 @@ class TrainedRun(Resumable, WrappedModel):
             "seed": self.args.seed,
             "adapter_dtype": adapter_dtype,
             "lora": {k: sorted(v) if isinstance(v, set) else v for k, v in adapter.items() if v is not None},
-            self._config_name: self.args.to_dict(),
+            self._method.record: self.args.to_dict(),
             "versions": describe_versions(),
             "machine": describe_machine(is_4bit=self.base.spec.is_4bit),
         }
