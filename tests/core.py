@@ -15,7 +15,7 @@ PACKAGE = Path(qlora_rl.__file__).parent
 EXTRAS = (
     # commands, and what they are made of
     "__main__", "cli", "commands", "config", "data", "advice", "demo", "doctor", "export", "inference", "report",
-    "memory.pace", "engine.loading", "adapter.factory", "adapter.load", "train.setup.methods", "train.setup.tools",
+    "memory.pace", "engine.loading", "adapter.factory", "adapter.load", "train.setup.kto", "train.setup.tools",
     # rewards of ours
     "rewards.match", "rewards.numbers", "rewards.formulas", "rewards.programs", "rewards.judging",
     # other trainers
@@ -41,13 +41,11 @@ ENTRIES = {
     "engine.worker.extension": {"engine.staging", "engine.worker.received_weights"},
     "engine.worker.workers": {"engine.linears.gpu_compute", "engine.worker.expert_adapters", "engine.worker.routing"},
     "rewards": {"rewards.formulas", "rewards.match", "rewards.programs"},
-    "train.online": {"engine.fleet"},
     "train.ranks.sharded": {"train.ranks.zero"},
     "train.rollouts.engine_link": {"sync.full_weights", "train.ranks.shared_engine"},
-    "train.rollouts.engines": {
-        "base.bake", "engine.client", "engine.fleet", "engine.server", "train.ranks.shared_engine",
-    },
+    "train.rollouts.engines": {"base.bake", "engine.client", "train.ranks.shared_engine"},
     "train.run.resume": {"train.ranks.zero"},
+    "train.setup.config_checks": {"train.setup.kto"},
     "train.setup.processes": {"train.ranks.zero"},
     "train.setup.residual_init": {"adapter.initialization"},
 }  # fmt: skip
