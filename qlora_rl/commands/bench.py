@@ -79,7 +79,7 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print, write the JSON."""
-    from qlora_rl.engine.loading import quieten
+    from qlora_rl.demo.job import quieten
 
     quieten()
     from qlora_rl.bench.rounds import add_to
