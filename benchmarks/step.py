@@ -201,7 +201,7 @@ def typical(column: list[float]) -> float:
 
 def main() -> None:
     """One side, as `bench_step` starts it."""
-    from qlora_rl.engine.loading import quieten
+    from qlora_rl.demo.job import quieten
 
     quieten()
     side, size, base, steps, options = sys.argv[1:]

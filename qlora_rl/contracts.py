@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -85,8 +85,11 @@ class Rollout:
 
 # Where TRL looks for the images of a row.
 IMAGES = "images"
-# How a base can be held.
-QUANT_TYPES = ("nf4", "fp4", "none")
+# How a base can be held; how an engine multiplies with it; how a policy is to be sent.
+QuantType = Literal["nf4", "fp4", "none"]
+QUANT_TYPES = get_args(QuantType)
+ComputeWish = Literal["nf4", "auto", "vllm"]
+SyncWish = Literal["auto", "lora_adapter", "weights"]
 # Key in the config of an adapter that only a check samples with: a server gives it no model name.
 IS_PROBE = "qlora_rl_is_probe"
 

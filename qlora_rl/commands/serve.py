@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import Any, get_args
 
 from qlora_rl.commands.codes import COUNT, PORT, POSITIVE, SHARE, ranged
+from qlora_rl.contracts import ComputeWish
 
 # Of runs, bases and PEFT; the packages that have these names import torch.
 CONFIG, MANIFEST, ADAPTER_CONFIG = "config.json", "qlora_base.json", "adapter_config.json"
@@ -61,7 +62,7 @@ def add(commands: Any) -> None:
     )
     serve.add_argument(
         "--base-compute",
-        choices=["nf4", "auto", "vllm"],
+        choices=get_args(ComputeWish),
         help="what linears multiply with on the CPU: the codes (default), or vLLM's own way; on a GPU only 'auto' "
         "changes anything",
     )

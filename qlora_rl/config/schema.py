@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from qlora_rl.contracts import ComputeWish, QuantType, SyncWish
 from qlora_rl.engine.started import ENGINES
 from qlora_rl.methods import AHEAD, METHODS, SAMPLING, TAUGHT, select
 
@@ -55,7 +56,7 @@ class Base(Table):
     model: str = option(
         "hub name, checkpoint directory, or a base made by `qlora-rl prepare`", kind="model", example="Qwen/Qwen3-0.6B"
     )
-    quant: Literal["nf4", "fp4", "none"] = option("how the base is quantised", "nf4")
+    quant: QuantType = option("how the base is quantised", "nf4")
     double_quant: bool = option("also quantise the block scales", True)
     blocksize: Literal[64, 128, 256, 512, 1024, 2048, 4096] = option("weights that share a scale", 64)
     compute_dtype: Literal["bfloat16", "float16", "float32"] = option(
@@ -205,7 +206,7 @@ class Teacher(Table):
         methods=TAUGHT,
         example="Qwen/Qwen3-8B",
     )
-    quant: Literal["nf4", "fp4", "none"] = option("how that model is quantised", "nf4", methods=TAUGHT)
+    quant: QuantType = option("how that model is quantised", "nf4", methods=TAUGHT)
     prompt: str | None = option(
         "column with what it reads in place of `prompt`, such as a prompt with a hint",
         None,
@@ -273,7 +274,7 @@ class Rollout(Table):
         methods=AHEAD,
         example=1,
     )
-    base_compute: Literal["nf4", "auto", "vllm"] = option(
+    base_compute: ComputeWish = option(
         'how the engine multiplies with the base; on a GPU only "auto" makes a difference',
         "nf4",
         methods=SAMPLING,
@@ -309,7 +310,7 @@ class Rollout(Table):
 class Sync(Table):
     """How the policy is synced to the engine, and how that is checked."""
 
-    how: Literal["auto", "lora_adapter", "weights"] = option(
+    how: SyncWish = option(
         "`lora_adapter`, `weights` (full weights), or `auto`: whichever the adapter needs",
         "auto",
         methods=SAMPLING,

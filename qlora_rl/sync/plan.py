@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, get_args
 
 from qlora_rl.adapter.verdict import Verdict
 from qlora_rl.base.experts import ATTENTION
 from qlora_rl.base.fingerprint import Diff
-from qlora_rl.contracts import EngineCapabilities
+from qlora_rl.contracts import EngineCapabilities, SyncWish
 from qlora_rl.errors import (
     AdapterRejectedError,
     BaseMismatchError,
@@ -16,8 +16,7 @@ from qlora_rl.errors import (
     collected,
 )
 
-Wish = Literal["auto", "lora_adapter", "weights"]
-WISHES: tuple[str, ...] = ("auto", "lora_adapter", "weights")
+WISHES = get_args(SyncWish)
 # How an adapter is sent as bytes.
 BYTE_WAYS = {
     "http": "The engine is a server: the adapter is sent in the body of a request.",

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
+from qlora_rl.contracts import ComputeWish
 from qlora_rl.engine.linears.cpu_kernel import CodesKernel, codes_kernel
 from qlora_rl.engine.linears.fused_weight import CodedLinear
 from qlora_rl.engine.linears.linear import multiply_adapters_directly
 from qlora_rl.errors import ConfigConflictError
 
-MODES = ("nf4", "auto", "vllm")
+MODES = get_args(ComputeWish)
 
 
 @dataclass(frozen=True)
