@@ -13,7 +13,7 @@ from __future__ import annotations
 import operator
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from qlora_rl.adapter.directory import open_adapter
 from qlora_rl.adapter.inspected import bare_model
 from qlora_rl.base.checkpoint import load_base, prepare_base
 from qlora_rl.contracts import RolloutEngine
+from qlora_rl.data.rows import reading
 from qlora_rl.documents import read_object
 from qlora_rl.engine.client import PromptLogprobs
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, collected
@@ -141,6 +142,8 @@ class QLoRADistillationTrainer(
     _config_name = "distillation"
     _is_planned = False
     _refers = False
+    # Where the second model is stored, if that is known.
+    _stored_at: Mapping[str, str] = {}
     # Rows of the batch whose loss is still to be computed, and what is known of the others.
     _unscored = 0
     _parts: Sequence[tuple[dict[str, Any], torch.Tensor]] = ()
@@ -244,6 +247,7 @@ class QLoRADistillationTrainer(
                 trusted = {"trust_remote_code": args.trust_remote_code}
                 held = prepare_base(teacher, compute_dtype=self.base.spec.compute_dtype, **trusted)
                 teacher = load_base(held, device=args.device, **trusted)
+                self._stored_at = {"path": os.path.abspath(held.path)}
         return {**super()._model_for_trl(model, peft_config, args), "teacher_model": teacher}
 
     def _check_tokenizer(self, teacher: str | os.PathLike[str], args: Any) -> None:
@@ -261,18 +265,23 @@ class QLoRADistillationTrainer(
 
     def _after_trl(self, args: Any) -> None:
         if self._server is not None:
-            self._taught_by = dict(self._server.facts)
+            key = self._teacher_key_file
+            self._taught_by = self._server.facts | ({} if key is None else {"key_file": os.path.abspath(key)})
         elif self._teacher_adapter is None:
             self.teacher_model, self._taught_by = on_own_base(self.accelerator.unwrap_model(self.teacher_model))
+            self._taught_by |= self._stored_at
         else:
             self.teacher_model, self._taught_by = on_same_base(self.model, self._teacher_adapter, self.base)
-        if self.teacher_prompt is not None:
-            self._taught_by["prompt"] = self.teacher_prompt
+        if (column := self.teacher_prompt) is not None:
+            self._taught_by["prompt"] = column
+            rows = self.train_dataset
+            if hasattr(rows, "__len__") and (reads := reading(rows["prompt"], rows[column])):
+                self._taught_by["reads"] = reads
         self._truncated = TruncatedSampling.of(settings.sampling_spec(args))
 
     def decisive(self) -> dict[str, Any]:
         """The teacher, wherever it came from or is."""
-        places = ("path", "url", "logprobs")
+        places = ("path", "url", "logprobs", "key_file", "reads")
         named = [f"{n} {v[:16] if n == 'digest' else v}" for n, v in self._taught_by.items() if n not in places]
         return super().decisive() | {"teacher": ", ".join(named)}
 

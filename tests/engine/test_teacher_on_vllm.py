@@ -19,6 +19,8 @@ from qlora_rl import (
 )
 from qlora_rl.adapter.store import pack_adapter
 from qlora_rl.engine.client import PromptLogprobs
+from qlora_rl.inference.chat import Conversation
+from qlora_rl.inference.trained import open_trained
 
 SEQUENCES = [[40, 41, 42, 43, 44, 45], [60, 9, 33, 12, 7]]
 
@@ -73,6 +75,11 @@ def test_a_server_says_the_likeliest_tokens_teaches_and_dies(server, base, adapt
         losses = [step["loss"] for step in lines(tmp_path / "run")]
         print("losses", losses, "mismatch", [step["mismatch_kl"] for step in lines(tmp_path / "run")])
         assert mean(losses[-3:]) < 0.6 * mean(losses[:2])
+        talk = Conversation(open_trained(tmp_path / "run"), temperature=0.0, max_tokens=6, uses_template=False)
+        ids = [talk.tokenizer(text).input_ids for text in ("777712+34=", "".join(talk.with_teacher().answer("12+34=")))]
+        likely = served.score([ids[0] + ids[1]], [len(ids[0])], 1)[0]
+        assert len(likely) == 6
+        assert all(place[0][1] >= max(logprob for _, logprob in place[1:]) for place in likely if len(place) > 1)
         server.process.kill()
         server.process.wait()
         with pytest.raises(EngineBrokenError, match="stayed away"):
