@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -269,9 +270,13 @@ class OnlineTrainer(TrainedRun):
         """What the run will hold; what it leaves open in TRL's config is chosen in `asked.args`."""
         if not self._is_planned:
             return None
-        budget = _budget(asked, rests=self._rests)
+        budget = _budget(asked, rests=self._rests, of_method=lambda: self._of_method(asked))
         budget.set_chosen(asked.args)
         return budget
+
+    def _of_method(self, asked: _Asked) -> dict[str, Any]:
+        """What the memory estimate is told of a method that is not GRPO's."""
+        return {}
 
     def _prepared(self, asked: _Asked, images: list[str]) -> tuple[Source, Any]:
         """The prepared base, and the tokenizer or processor, which fits it and the data."""
@@ -531,7 +536,7 @@ def _columns(asked: _Asked) -> Any:
     return getattr(dataset, "column_names", None)
 
 
-def _budget(asked: _Asked, *, rests: bool) -> MemoryBudget:
+def _budget(asked: _Asked, *, rests: bool, of_method: Callable[[], dict[str, Any]]) -> MemoryBudget:
     options, peft_config = asked.options, asked.peft_config
     if asked.is_whole and options.gpu_memory != "auto":
         raise ConfigConflictError(
@@ -553,6 +558,7 @@ def _budget(asked: _Asked, *, rests: bool) -> MemoryBudget:
         rests=rests,
         baked=bakes,
         padded=not options.remove_padding,
+        of_method=of_method,
     )
 
 

@@ -32,6 +32,7 @@ from qlora_rl.engine.client import PromptLogprobs
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
 from qlora_rl.sync.forward import evaluating, without_adapter
 from qlora_rl.train.setup.linears import apply_linears
+from qlora_rl.train.setup.tiled_mlp import tile_layers
 
 # Words for `teacher_adapter`; anything else is a directory.
 NONE, POLICY = "none", "policy"
@@ -123,6 +124,7 @@ def on_own_base(model: Any) -> tuple[Teacher, dict[str, str]]:
     """The teacher that is a model of its own, and what it is."""
     apply_attention(bare_model(model))
     apply_linears(bare_model(model))
+    tile_layers(bare_model(model))
     digest = digest_parts([f"{name}:{digest_bytes(tensor)}" for name, tensor in model.state_dict().items()])
     return Teacher(model), {"kind": "model", "digest": digest}
 
@@ -187,6 +189,7 @@ class ServerTeacher:
         before: what a run that goes on has written down of its teacher.
 
     Attributes:
+        max_length: tokens that a sequence may have, if the server says so.
         facts: what it is: of a server of ours the digest of base and adapter, of others the name, and what it makes of
             a text. The logprobs of one model differ a little from machine to machine: those that are not further apart
             than rounding keep the digest of `before`.
@@ -204,6 +207,7 @@ class ServerTeacher:
         before: Mapping[str, Any] | None = None,
     ):
         self._served, self._top_k, self._vocabulary = served, top_k, vocabulary
+        self.max_length = served.max_length
         most = min(served.max_length or _READ, _READ)
         step = max(1, 4 * len(tokenizer) // most)
         text = _TEXT + tokenizer.decode(range(0, len(tokenizer), step), skip_special_tokens=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,6 +61,7 @@ class MemoryBudget:
         rests: the engine generates nothing while the trainer works, so that it may sleep; before vLLM 0.31 only where
             it lends no base.
         padded: micro-batches keep their padding.
+        of_method: gives further arguments of `plan_memory`, where the method is not GRPO's.
 
     Raises:
         ConfigConflictError: `gpu_memory` is no number above 0, or more than the card has.
@@ -82,6 +84,7 @@ class MemoryBudget:
         rests: bool = True,
         baked: bool = False,
         padded: bool = False,
+        of_method: Callable[[], dict[str, Any]] = dict,
     ):
         on_gpu = torch.cuda.is_available() and not args.use_cpu
         limit = _limit(gpu_memory, on_gpu)
@@ -118,6 +121,7 @@ class MemoryBudget:
                 trainer_parts=args.world_size if on_gpu and shards_base(args) else 1,
                 trainer_keeps_root=sharding_of(args) == "fsdp1",
                 engine_parts=options["tensor_parallel_size"] if on_gpu and has_engine else 1,
+                **of_method(),
             )
         except Exception as error:
             # Whatever is wrong with the model is said better where it is loaded.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from qlora_rl.errors import ConfigConflictError, QloraRLError, collected
@@ -133,7 +133,14 @@ def _why_no_reporter(name: str) -> str:
 
 
 def check_memory(
-    model: str, args: Any, quantization: dict[str, Any], peft_config: Any, ours: dict[str, Any], *, rests: bool = True
+    model: str,
+    args: Any,
+    quantization: dict[str, Any],
+    peft_config: Any,
+    ours: dict[str, Any],
+    *,
+    rests: bool = True,
+    of_method: Callable[[], dict[str, Any]] = dict,
 ) -> None:
     """Plan the memory of a run as its trainer will, by the name of its model: before a base is made of it.
 
@@ -144,6 +151,7 @@ def check_memory(
         peft_config: the adapter to make.
         ours: arguments of the trainer in addition to TRL's.
         rests: the engine generates nothing while the policy is trained.
+        of_method: as `MemoryBudget` takes it.
 
     Raises:
         MemoryBudgetError: the run cannot fit into `gpu_memory`.
@@ -167,5 +175,6 @@ def check_memory(
         has_engine=rollout == "colocate",
         rests=rests,
         baked=expects_full_weights(model, peft_config, ours["sync"], trust_remote_code=args.trust_remote_code),
-        padded=not ours["remove_padding"],
+        padded=not ours.get("remove_padding", True),
+        of_method=of_method,
     )
