@@ -48,7 +48,7 @@ def add(commands: Any) -> None:
     )
     plan.add_argument(
         "--teacher-more",
-        type=int,
+        type=COUNT,
         default=0,
         metavar="N",
         help="tokens that it reads besides what the student reads, such as an answer (default: %(default)s)",
