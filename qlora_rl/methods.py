@@ -187,7 +187,6 @@ _ALL = (
         recorded_as="distillation",
         scores=False,
         is_taught=True,
-        is_planned=False,
         why_padded="TRL computes padded batches here",
         trains_all=False,
     ),

@@ -51,7 +51,7 @@ def run_file(
         command: that writes it, for its first line.
         trust_remote_code: let the model's own code run.
     """
-    gpu_memory, cache = advice.trainer.get("gpu_memory"), advice.trainer.get("engine_options")
+    gpu_memory = advice.trainer.get("gpu_memory")
     data = dict(tables.data)
     comments = dict(tables.comments)
     if switch and data.get("format") == "chat":
@@ -88,7 +88,6 @@ def run_file(
         ("[data]", data, comments),
         *(("[[rewards]]", each, {"use": _REWARDS.get(each["use"], "")}) for each in tables.rewards),
         *((("[teacher]", tables.teacher, _TEACHERS),) if tables.teacher else ()),
-        *((("[rollout]", cache, {"kv_cache_gib": reasons["engine_options"]}),) if cache else ()),
         ("[train]", train, reasons),
     ]
     if gpu_memory and METHODS[advice.task].is_planned:

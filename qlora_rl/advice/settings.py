@@ -204,10 +204,9 @@ def recommend(
     base = {"quant": spec.quant_type, **({"double_quant": spec.double_quant} if spec.is_4bit else {})}
     base |= {"quantize_experts": True} if spec.quantize_experts else {}
     trainer: dict[str, Any] = {"adapter_dtype": "float32"}
-    if task in TAUGHT:  # its trainer does not plan
-        trainer["engine_options"] = {"kv_cache_gib": round(estimate.cache_gib, 3)}
-        trainer |= {"teacher_model": os.fspath(teacher)} if teacher is not None else {}
-    elif task in SAMPLING and gpu_memory is not None:
+    if teacher is not None:
+        trainer["teacher_model"] = os.fspath(teacher)
+    if task in SAMPLING and gpu_memory is not None:
         trainer["gpu_memory"] = gpu_memory
     reasons = _reasons(task, device, estimate, max_length, function_limit(config_of_model))
     if (made := stored_base(model)) is not None:
@@ -375,7 +374,6 @@ def _reasons(
         "max_completion_length": "half of vllm_max_model_length",
         "adapter_dtype": "keeps small updates from being rounded away; multiplied in bf16, as in the engine",
         "gpu_memory": _limit(estimate),
-        "engine_options": "what the plan has left for the KV cache",
         "teacher_model": "a second model; adapters of the student's own base cost next to nothing",
     } | ways
 

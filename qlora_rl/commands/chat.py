@@ -18,6 +18,9 @@ def add(commands: Any) -> None:
         "trained", type=existing, metavar="RUN", help="run directory, or a checkpoint or exported adapter in it"
     )
     chat.add_argument("--base-only", action="store_true", help="use the base without the adapter, for comparison")
+    chat.add_argument(
+        "--teacher", action="store_true", help="of a distillation: also the teacher's answer, with what it read then"
+    )
     chat.add_argument("--system", metavar="TEXT", help="system message (default: the run's; '' for none)")
     chat.add_argument(
         "--max-tokens",
@@ -54,10 +57,12 @@ def run(arguments: argparse.Namespace) -> int:
     """A talk in a terminal; from a pipe each line is a talk of its own."""
     import json
 
-    from qlora_rl.errors import ConfigConflictError
+    from qlora_rl.errors import ConfigConflictError, EngineBrokenError
 
     if arguments.system and arguments.raw:
         raise UsageError("chatting: --system with --raw, which uses no messages. Leave one of them out.")
+    if arguments.teacher and arguments.base_only:
+        raise UsageError("chatting: --teacher with --base-only, which is no student. Leave one of them out.")
     from qlora_rl.engine.loading import loading
 
     with loading("qlora_rl.adapter.initialization", quietly=True):
@@ -77,17 +82,28 @@ def run(arguments: argparse.Namespace) -> int:
     )
     if arguments.system and not talk.uses_template:
         raise ConfigConflictError("chatting: --system, and the base has no chat template. Leave it out.")
+    talks = {"": talk}
+    if arguments.teacher:
+        talks = {"student": talk, "teacher": talk.with_teacher()}
+        if lacks := talks["teacher"].lacks:
+            print(f"the teacher reads what you say alone; in training it also read {lacks}", file=sys.stderr)
     if not sys.stdin.isatty():
         answers, cut_off = 0, 0
         for line in sys.stdin:
-            talk.forget()
             text = line.rstrip("\n")
             if not arguments.json:  # which answer is whose; on stderr, so that a file holds answers alone
                 print(f"> {text}", file=sys.stderr, flush=True)
-            said = "".join(talk.answer(text, arguments.image))
-            answers, cut_off = answers + 1, cut_off + (talk.cut_off_after is not None)
-            told = {"prompt": text, "answer": said, "cut_off": talk.cut_off_after is not None}
-            print(json.dumps(told, ensure_ascii=False) if arguments.json else said, flush=True)
+            told: dict[str, Any] = {"prompt": text}
+            for who, each in talks.items():
+                each.forget()
+                said, name = "".join(each.answer(text, arguments.image)), f"{who}_" * (who == "teacher")
+                is_cut = each.cut_off_after is not None
+                answers, cut_off = answers + 1, cut_off + is_cut
+                told |= {f"{name}answer": said, f"{name}cut_off": is_cut}
+                if not arguments.json:
+                    print(f"{who}: {said}" if who else said, flush=True)
+            if arguments.json:
+                print(json.dumps(told, ensure_ascii=False), flush=True)
         if cut_off:
             print(
                 f"{cut_off} of {answers} answers were cut off after {talk.max_tokens} tokens, or at the model's last "
@@ -109,20 +125,23 @@ def run(arguments: argparse.Namespace) -> int:
         if text.strip() == "/quit":
             return 0
         if text.strip() == "/new":
-            talk.forget()
+            for each in talks.values():
+                each.forget()
             continue
         try:
             if text.startswith("/image "):
                 images.append(_image(text.removeprefix("/image ").strip()))
                 continue
-            for piece in talk.answer(text, images):
-                print(piece, end="", flush=True)
+            for who, each in talks.items():
+                print("\n" * (who == "teacher") + f"{who}: " * bool(who), end="", flush=True)
+                for piece in each.answer(text, images):
+                    print(piece, end="", flush=True)
+                if each.cut_off_after is not None:
+                    print(f"\n[cut off {_where(each)}]", end="")
             images = []
-            if talk.cut_off_after is not None:
-                print(f"\n[cut off {_where(talk)}]", end="")
         except KeyboardInterrupt:
             pass
-        except (ConfigConflictError, argparse.ArgumentTypeError) as error:
+        except (ConfigConflictError, EngineBrokenError, argparse.ArgumentTypeError) as error:
             print(error, end="")
         print()
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from qlora_rl.memory.plan import MemoryEstimate
 
 _GENERATIONS = 8
+# Likeliest tokens that a server is asked for by default.
+_TOP_K = 20
 
 
 def add(commands: Any) -> None:
@@ -39,7 +41,17 @@ def add(commands: Any) -> None:
         help="sft, dpo and kto have no engine; dpo has two sequences per row (default: %(default)s)",
     )
     plan.add_argument(
-        "--teacher", metavar="MODEL", help="of distill, a second model in 4 bits (default: it shares the base)"
+        "--teacher",
+        metavar="WHO",
+        help="of distill, a second model in 4 bits, the directory of an adapter or run on the same base, or the URL of "
+        "a server (default: the base itself)",
+    )
+    plan.add_argument(
+        "--teacher-more",
+        type=COUNT,
+        default=0,
+        metavar="N",
+        help="tokens that it reads besides what the student reads, such as an answer (default: %(default)s)",
     )
     plan.add_argument(
         "--max-length",
@@ -161,7 +173,8 @@ def _estimate(arguments: argparse.Namespace) -> MemoryEstimate:
     from qlora_rl.engine.loading import loading
 
     with loading("qlora_rl.adapter.initialization"):
-        from qlora_rl.memory.plan import plan_memory
+        from qlora_rl.advice.rows import is_adapter
+        from qlora_rl.memory.plan import plan_memory, teacher_fields
         from qlora_rl.memory.shape import check_supported, read_config, stored_spec
 
         # What is wrong with the model or its directory is said before seconds of imports.
@@ -182,17 +195,18 @@ def _estimate(arguments: argparse.Namespace) -> MemoryEstimate:
             f"planning the memory: {', '.join(said)} with --method {arguments.method}, which makes no engine. Leave it "
             "out."
         )
-    taught_by = {}
-    if arguments.teacher is not None:
+    taught_by = {"teacher_more": arguments.teacher_more}
+    if (who := arguments.teacher) is not None or arguments.teacher_more:
         if arguments.method not in TAUGHT:
             raise UsageError(
                 f"planning the memory: --teacher with --method {arguments.method}, which has none. Pass --method "
                 "distill."
             )
-        taught_by = {
-            "teacher": read_config(arguments.teacher, trust_remote_code=arguments.trust_remote_code),
-            "teacher_spec": stored_spec(arguments.teacher),
-        }
+        if who is not None and "://" in who:
+            taught_by = teacher_fields(top_k=_TOP_K)
+        elif who is not None:
+            place = "adapter" if is_adapter(who) else "model"
+            taught_by |= teacher_fields(**{place: who}, trust_remote_code=arguments.trust_remote_code)
     return plan_memory(
         config,
         **taught_by,

@@ -18,7 +18,7 @@ from qlora_rl.config.directories import RESOLVED, source_line, source_of
 from qlora_rl.config.paths import all_uses, split_reward
 from qlora_rl.config.read import resolved_toml
 from qlora_rl.config.rewards import digest, load_reward, tell_program_tests
-from qlora_rl.config.schema import RunConfig
+from qlora_rl.config.schema import TEACHERS, RunConfig
 from qlora_rl.config.trl_fields import make_args
 from qlora_rl.config.write import value
 from qlora_rl.contracts import IMAGES
@@ -483,6 +483,21 @@ def make_teacher(config: RunConfig) -> PreparedBase:
     )
 
 
+def _of_method(config: RunConfig) -> dict[str, Any]:
+    """What the memory estimate is told of a method that is not GRPO's."""
+    if not METHODS[config.method].is_taught:
+        return {}
+    from qlora_rl.memory.plan import teacher_fields
+    from qlora_rl.memory.shape import stored_spec
+
+    teacher, top_k = config.teacher, config.teacher.top_k if config.teacher.url else 0
+    asked: dict[str, Any] = {"top_k": top_k, "adapter": None if teacher.adapter in TEACHERS else teacher.adapter}
+    if teacher.model is not None and not top_k:
+        quant = None if teacher.quant == "nf4" else teacher.quant
+        asked |= {"model": teacher.model, "spec": stored_spec(teacher.model, quant)}
+    return {"method": config.method, **teacher_fields(**asked, trust_remote_code=config.base.trust_remote_code)}
+
+
 def _model(config: RunConfig, args: Any) -> tuple[Any, Any]:
     """What the trainer takes as model= and peft_config=."""
     from qlora_rl.adapter.factory import open_adapter
@@ -503,6 +518,7 @@ def _model(config: RunConfig, args: Any) -> tuple[Any, Any]:
             peft_config=apply_start(lora)[0],
             quantization_config=quantization,
             rests=not method.is_ahead,
+            of_method=lambda: _of_method(config),
         )
     base = make_base(config)
     if adapter.start_from is None:

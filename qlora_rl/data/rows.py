@@ -111,6 +111,26 @@ def as_conversation(
     return found
 
 
+def reading(prompts: Sequence[Any], read: Sequence[Any]) -> dict[str, Any] | None:
+    """What a teacher reads in place of each prompt, where it is made of the prompt in one way in all rows: `before`,
+    messages in place of those before the last one, and `text`, the pieces that the prompt's last text joins. `None`
+    where rows differ otherwise, as with an answer, or there is one row only.
+
+    Args:
+        prompts: text or messages.
+        read: likewise, in the same order.
+    """
+    ways = []
+    for prompt, other in zip(prompts, read, strict=True):
+        before: list[Any] = []
+        if isinstance(prompt, list) and isinstance(other, list):
+            before, prompt, other = other[:-1], prompt[-1].get("content"), other[-1].get("content")
+        if not (isinstance(prompt, str) and isinstance(other, str) and prompt in other and prompt):
+            return None
+        ways.append({"before": before, "text": other.split(prompt)})
+    return ways[0] if len(ways) > 1 and all(way == ways[0] for way in ways) else None
+
+
 def stored_image(each: Any, root: Path | None) -> dict[str, Any]:
     """A path, the content of a file, or both as datasets has it, as the latter; a path becomes absolute."""
     path, content = (each, None) if isinstance(each, str) else (None, each)

@@ -1,10 +1,12 @@
-"""`Conversation`: answers of the policy; also of the base for comparison, since the adapter can be disabled for an
-answer."""
+"""`Conversation`: answers of the policy; also of the base or of its teacher for comparison, since adapters can be
+switched for an answer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +17,12 @@ from qlora_rl.inference.rows import turn
 from qlora_rl.inference.sampling import check_sampling, end_tokens, sample
 from qlora_rl.inference.trained import TrainedRun
 from qlora_rl.stages import begin, ended
+
+if TYPE_CHECKING:
+    from qlora_rl.engine.client import PromptLogprobs
+
+# How long a server may be away, in seconds.
+_WAIT_S = 10.0
 
 
 class Conversation:
@@ -37,6 +45,7 @@ class Conversation:
         max_tokens: of an answer.
         cut_off_after: tokens of the newest answer, where it reached `max_tokens` or the model's last position without
             an end; otherwise `None`.
+        lacks: what it read in training and does not read here; empty where it reads all.
 
     Raises:
         ConfigConflictError: a number is out of its range.
@@ -61,6 +70,11 @@ class Conversation:
         with ended():
             begin("loading the base" if is_base_only else "loading the policy")
             self._model = trained.load_base_alone() if is_base_only else trained.load()
+        self.lacks, self._trained = "", trained
+        # What makes the model who answers while it does; a server in place of the model; what a text is put between.
+        self._within: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self._server: PromptLogprobs | None = None
+        self._around: Sequence[str] = ("", "")
         self._data = None if uses_template is False else trained.data
         if uses_template is None:
             is_text = self._data is not None and self._data.prompt_template is not None and self._data.format == "plain"
@@ -76,8 +90,46 @@ class Conversation:
             self._generator.manual_seed(seed)
         if system is None and uses_template and self._data is not None:
             system = self._data.system_prompt
-        self._system = [{"role": "system", "content": system}] if system else []
+        self._system: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
         self.forget()
+
+    @ended()
+    def with_teacher(self) -> Conversation:
+        """The same talk with who has taught the run in a distillation, who reads what it read then; a teacher on the
+        policy's own base is no second model.
+
+        Raises:
+            ConfigConflictError: there was none, or it is not there any more, or another now.
+            Exception: of a server as `PromptLogprobs` has it.
+        """
+        facts = self._trained.config.get("teacher")
+        if not facts:
+            raise ConfigConflictError(
+                f"chatting: {self._trained.name} had no teacher, as its training was no distillation. Leave it out."
+            )
+        begin("loading the teacher")
+        talk = copy.copy(self)
+        talk._generator = torch.Generator().manual_seed(self._generator.initial_seed())
+        if facts["kind"] == "server":
+            from qlora_rl.engine.client import PromptLogprobs
+
+            key = facts.get("key_file")
+            talk._server = PromptLogprobs(facts["url"], model=facts["model"], api_key_file=key, wait_s=_WAIT_S)
+            if "logprobs" not in facts and talk._server.digest() != facts["digest"]:  # it is one of ours
+                raise ConfigConflictError(
+                    f"chatting: the teacher at {facts['url']} serves another {facts['model']!r} than the one that "
+                    "taught the run. Serve that again."
+                )
+        else:
+            from qlora_rl.train.teacher import taught_by
+
+            talk._model, talk._within = taught_by(facts, self._model, self._trained.base)
+        if reads := facts.get("reads"):
+            talk._system, talk._around = reads["before"], reads["text"]
+        if "prompt" in facts and (not reads or (reads["before"] and not self.uses_template)):
+            talk.lacks = f"what stood in {facts['prompt']} besides the question"
+        talk.forget()
+        return talk
 
     def forget(self) -> None:
         """Start a new conversation."""
@@ -95,14 +147,13 @@ class Conversation:
                 go on from.
         """
         self.cut_off_after = None
-        text = turn(text, self._data)
+        text = turn(text, self._data).join(self._around)
         prompt: Any = text
         if self.uses_template:
             prompt = [*self._said, *with_images([{"role": "user", "content": text}], images)]
-        elif images:
-            raise ConfigConflictError(
-                "answering: images are parts of messages, and a text is continued as it is. Leave them out."
-            )
+        if images and (self._server is not None or not self.uses_template):
+            who = "a teacher's server gets text alone" if self._server is not None else "a text is continued as it is"
+            raise ConfigConflictError(f"answering: images are parts of messages, and {who}. Leave them out.")
         pieces = []
         for piece in self._stream(model_inputs(self.tokenizer, prompt, **self._template_kwargs)):
             pieces.append(piece)
@@ -129,20 +180,28 @@ class Conversation:
         ids = inputs.pop("input_ids")[0].tolist()
         temperature, top_p = self._sampling
         positions = self._model.config.get_text_config().max_position_embeddings
+        if self._server is not None:
+            positions = self._server.max_length or positions
         if not 0 < len(ids) < positions:
             told = "Start over (/new), or say less" if ids else "Say something"
             raise ConfigConflictError(
                 f"answering: the prompt has {len(ids)} tokens, and the model reads 1 to {positions - 1} before an "
                 f"answer. {told}."
             )
-        return sample(
-            self._model,
-            ids,
-            self.max_tokens,
-            self._generator,
-            temperature=temperature,
-            top_p=top_p,
-            autocast=self._autocast,
-            inputs=inputs,
-            ends=self._ends,
-        )
+        if self._server is not None:
+            seed = int(torch.randint(2**31, (), generator=self._generator))
+            sampling = {"temperature": temperature, "top_p": top_p, "seed": seed, "stop_token_ids": sorted(self._ends)}
+            yield from self._server.answer(ids, min(self.max_tokens, positions - len(ids)), **sampling)
+            return
+        with self._within():
+            yield from sample(
+                self._model,
+                ids,
+                self.max_tokens,
+                self._generator,
+                temperature=temperature,
+                top_p=top_p,
+                autocast=self._autocast,
+                inputs=inputs,
+                ends=self._ends,
+            )

@@ -83,7 +83,7 @@ OF_THE_ENGINE = (
     "rollout",
     "CUDA and vLLM",
 )
-WHEN = ("always", "tower", "step", "layer", "head", "rollout", "host")
+WHEN = ("always", "tower", "teacher", "step", "layer", "head", "rollout", "host")
 # Image tokens of a sequence where nothing says how many: an image of about 900 x 900 pixels.
 ASSUMED_IMAGE_TOKENS = 1024
 
@@ -103,9 +103,9 @@ class Line:
         name: what it is.
         nbytes: how much, in bytes.
         why: the formula in words, with its numbers.
-        when: "always"; "tower" (before the layers of a step); "step" (from forward to optimizer step); "layer" or
-            "head" (one after the other within a step, so that only the larger counts); "rollout" (while completions are
-            sampled); "host" (in host memory, within a step).
+        when: "always"; "tower" (before the layers of a step); "teacher" (before the student's pass); "step" (from
+            forward to optimizer step); "layer" or "head" (one after the other within a step, so that only the larger
+            counts); "rollout" (while completions are sampled); "host" (in host memory, within a step).
         is_exact: counted from shapes; otherwise an estimate.
     """
 

@@ -93,8 +93,11 @@ def pace_of(estimate: MemoryEstimate, sequences: int | None = None) -> Pace | No
     tokens = count * request.max_length
     # Forward, forward again under checkpointing, and the gradient of the input; that of the weight is not needed.
     passes: float = 3 if request.gradient_checkpointing else 2
-    if METHODS[request.method].is_taught:  # and the teacher's, of as much more as it is larger
-        passes += max(1.0, request.teacher_bytes / trainer_base(shape, request.spec))
+    if (
+        METHODS[request.method].is_taught and not request.teacher_top_k
+    ):  # and the teacher's, by its size and what it reads
+        larger = max(1.0, request.teacher_bytes / trainer_base(shape, request.spec))
+        passes += larger * (1 + request.teacher_more / request.max_length)
     train_s = 2 * active * passes * tokens / flops + ceil(count / request.rows) * passes * dequantised / bytes_per_s
     rollout_s, speed, at_once = 0.0, 0.0, 0
     if request.has_engine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from qlora_rl.adapter.directory import adapter_in, read_saved
 from qlora_rl.base.quant import QuantSpec
 from qlora_rl.contracts import rank_class
 from qlora_rl.errors import MemoryBudgetError
@@ -18,7 +20,7 @@ from qlora_rl.memory import step
 from qlora_rl.memory.cards import ROOM, usable_gib
 from qlora_rl.memory.lines import Line, counted
 from qlora_rl.memory.request import MemoryRequest
-from qlora_rl.memory.shape import ModelShape, model_and_adapter, read_shape
+from qlora_rl.memory.shape import ModelShape, model_and_adapter, read_config, read_shape, stored_spec
 from qlora_rl.methods import OFFLINE, TAUGHT
 
 GIB = 2**30
@@ -68,7 +70,8 @@ class MemoryEstimate:
     @property
     def step_bytes(self) -> int:
         """The peak of forward, backward and optimizer step, on top of what is held."""
-        return max(self._sum("tower"), self._sum("step") + max(self._sum("layer"), self._sum("head")))
+        whole = self._sum("step") + max(self._sum("layer"), self._sum("head"))
+        return max(self._sum("tower"), self._sum("teacher"), whole)
 
     @property
     def rollout_bytes(self) -> int:
@@ -275,7 +278,7 @@ class MemoryEstimate:
         return "\n".join(text)
 
     def _peak_words(self) -> str:
-        tower = "tower, " if self.shape.tower is not None else ""
+        tower = "tower, " * (self.shape.tower is not None) + "teacher, " * bool(self._sum("teacher"))
         return f"always + the larger of {tower}(step + the larger of layer and head) and rollout"
 
     def __str__(self) -> str:
@@ -352,12 +355,38 @@ def plan_memory(
         request.setdefault("has_engine", False)
     if teacher is not None:
         of_teacher, held = read_shape(teacher), teacher_spec or request.get("spec") or QuantSpec()
-        request |= {"teacher_bytes": count.trainer_base(of_teacher, held), "teacher_hidden": of_teacher.hidden}
+        request |= {"teacher_bytes": count.trainer_base(of_teacher, held), "teacher": of_teacher}
     wanted = MemoryRequest(**request)
     if adapter is not None:
         return _estimate(read_shape(config), wanted, adapter)
     shape, trained = model_and_adapter(config, wanted.spec, lora, rank, target_modules)
     return _estimate(shape, wanted, dict(trained))
+
+
+def teacher_fields(
+    *,
+    adapter: str | os.PathLike[str] | None = None,
+    model: Any = None,
+    spec: QuantSpec | None = None,
+    top_k: int = 0,
+    trust_remote_code: bool = False,
+) -> dict[str, Any]:
+    """Arguments of `plan_memory` for a teacher.
+
+    Args:
+        adapter: directory of its own, on the student's base.
+        model: name or config of a second model.
+        spec: how that is held; by default as it is stored.
+        top_k: likeliest tokens that a server says; then there is nothing else.
+    """
+    if top_k:
+        return {"teacher_top_k": top_k}
+    if adapter is not None:
+        return {"teacher_bytes": 4 * sum(each.numel() for each in read_saved(adapter_in(adapter)).values())}
+    if isinstance(model, str | os.PathLike):
+        config = read_config(model, trust_remote_code=trust_remote_code)
+        return {"teacher": config, "teacher_spec": spec or stored_spec(model)}
+    return {} if model is None else {"teacher": model, "teacher_spec": spec}
 
 
 def largest_length(estimate: MemoryEstimate) -> int:
@@ -435,14 +464,18 @@ def _lines(shape: ModelShape, request: MemoryRequest, adapter: Mapping[str, tupl
             tiled=tiled,
         ),
         *(
-            step.teacher_lines(
+            step.candidate_lines(shape, spec, batch=batch, length=length, device=device, top_k=request.teacher_top_k)
+            if request.teacher_top_k
+            else step.teacher_lines(
                 shape,
                 spec,
                 batch=batch,
                 length=length,
                 device=device,
                 weights=request.teacher_bytes,
-                hidden=request.teacher_hidden,
+                teacher=request.teacher,
+                more=request.teacher_more,
+                gradients=count.adapter_bytes(adapter, trained),
             )
             if request.method in TAUGHT
             else [

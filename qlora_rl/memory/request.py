@@ -7,6 +7,7 @@ from typing import Any
 
 from qlora_rl.base.quant import QuantSpec
 from qlora_rl.errors import ConfigConflictError
+from qlora_rl.memory.shape import ModelShape
 from qlora_rl.methods import ESTIMATED, METHODS, OFFLINE, TAUGHT
 
 
@@ -21,8 +22,11 @@ class MemoryRequest:
         spec: how the base is held.
         method: one of `ESTIMATED`. "sft", "dpo" and "kto" make no engine, and DPO has two sequences for every one of
             `batch_size`.
-        teacher_bytes: of "distill", the weights of a second model; 0 where the teacher shares the student's base.
-        teacher_hidden: the width of its hidden states; `None` for the student's.
+        teacher: of "distill", the shape of a second model; `None` where the teacher shares the student's base, or is at
+            a server.
+        teacher_bytes: the weights of the second model, or of an adapter of the teacher's own.
+        teacher_more: tokens that the teacher reads of a sequence besides the student's.
+        teacher_top_k: likeliest tokens that a server says at each place; 0 where there is none.
         max_length: prompt plus completion, in tokens.
         engine_length: the longest sequence that the engine admits, where that is more: its KV cache must hold one.
         image_tokens: of a sequence, those that stand for images, where the model takes them; `None` for an image of
@@ -79,8 +83,10 @@ class MemoryRequest:
     has_engine: bool = True
     trainer_parts: int = 1
     engine_parts: int = 1
+    teacher: ModelShape | None = None
     teacher_bytes: int = 0
-    teacher_hidden: int | None = None
+    teacher_more: int = 0
+    teacher_top_k: int = 0
 
     def __post_init__(self) -> None:
         counts = ("max_length", "batch_size", "sequences", "trainer_parts", "engine_parts")
@@ -95,7 +101,7 @@ class MemoryRequest:
                 f"planning the memory: method={self.method!r} is none of {', '.join(ESTIMATED)}. Plan online DPO as "
                 "'grpo' with twice the batch."
             )
-        if self.method not in TAUGHT and self.teacher_bytes:
+        if self.method not in TAUGHT and (self.teacher_bytes or self.teacher_more or self.teacher_top_k):
             raise ConfigConflictError(
                 f"planning the memory: method={self.method!r} has no teacher. Leave it out, or plan 'distill'."
             )
@@ -123,4 +129,5 @@ class MemoryRequest:
 
     def as_dict(self) -> dict[str, Any]:
         """The fields, for JSON."""
-        return {**vars(self), "spec": self.spec.as_dict()}
+        teacher = None if self.teacher is None else self.teacher.name
+        return {**vars(self), "spec": self.spec.as_dict(), "teacher": teacher}

@@ -213,16 +213,28 @@ def head_line(
 
 
 def teacher_lines(
-    shape: ModelShape, spec: QuantSpec, *, batch: int, length: int, device: str, weights: int, hidden: int | None
+    shape: ModelShape,
+    spec: QuantSpec,
+    *,
+    batch: int,
+    length: int,
+    device: str,
+    weights: int,
+    teacher: ModelShape | None,
+    more: int,
+    gradients: int,
 ) -> list[Line]:
-    """What distillation needs in place of `head_line`: a second model, if there is one, what the teacher says, and
-    the tiles of both sides' logits, in float32 (trl/kernels/chunked_divergence.py).
+    """What distillation needs in place of `head_line`: a second model or an adapter of the teacher's own, its pass,
+    which is over before the student's begins, what it says, and the tiles of both sides' logits, in float32
+    (trl/kernels/chunked_divergence.py).
 
     Args:
-        weights: bytes of the second model; 0 for none.
-        hidden: width of its hidden states; `None` for the student's.
+        weights: bytes of the second model, or of the adapter; 0 for none.
+        teacher: shape of the second model; `None` where it is the student's base.
+        more: tokens of a sequence that the teacher reads besides the student's.
+        gradients: bytes that micro-batches before this one have left.
     """
-    wide, tokens, of_teacher = width(spec), batch * length, hidden or shape.hidden
+    wide, tokens, of_teacher = width(spec), batch * length, teacher or shape
     rows = min(tokens, (SMALL_TILE if device == "cpu" else HEAD_TOKENS) // 4)
     tile = rows * HEAD_VOCABULARY * 8
     states = tokens * shape.hidden * (4 + 2 * wide)
@@ -232,9 +244,48 @@ def teacher_lines(
         states = tokens * shape.hidden * 2 * wide
     else:
         tile += rows * HEAD_VOCABULARY * wide
-    why = f"{tokens} tokens x {of_teacher} x {wide} bytes; its pass keeps nothing else"
+    why = f"{tokens} tokens x {of_teacher.hidden} x {wide} bytes"
+    read = f"{batch} x {length + more} tokens, without gradients; what micro-batches before have left"
+    working = gradients + _pass(of_teacher, spec, batch, length + more, device)
+    held = Line("base, teacher", weights, "a second model, held whole")
+    if teacher is None:
+        held = Line("adapter, teacher", weights, "of its own, in float32")
     return [
-        *([Line("base, teacher", weights, "a second model, held whole")] if weights else []),
-        Line("teacher's hidden states", tokens * of_teacher * wide, why, "step", False),
+        *([held] if weights else []),
+        Line("teacher's pass", working, read, "teacher", False),
+        Line("teacher's hidden states", tokens * of_teacher.hidden * wide, why, "step", False),
         Line("logits", states + tile, f"tiles of {rows} x {HEAD_VOCABULARY} of both sides, in float32", "head", False),
+    ]
+
+
+def _pass(shape: ModelShape, spec: QuantSpec, batch: int, length: int, device: str) -> int:
+    """The peak of a forward pass that keeps nothing: in the attention or in the MLP of a layer. Read off a tensor
+    tracker."""
+    wide, tokens, masks = width(spec), batch * length, batch * length * length
+    rows = min(tokens, TILE[device]) if has_tiles(shape) else tokens
+    # Three hidden states; q, k and v, these for every query head, and what comes out.
+    attention = tokens * wide * (3 * shape.hidden + 4 * shape.attention + 2 * _keys(shape, False)) + masks * wide
+    mlp = tokens * wide * 4 * shape.hidden + rows * wide * (3 * shape.inner + 2 * shape.hidden * (rows < tokens))
+    temporary = shape.largest_linear(spec.quantize_experts) * wide if spec.is_4bit and device == "cuda" else 0
+    return max(attention, mlp) + masks + 2 * length * shape.rotary * wide + 32 * tokens + temporary
+
+
+def candidate_lines(
+    shape: ModelShape, spec: QuantSpec, *, batch: int, length: int, device: str, top_k: int
+) -> list[Line]:
+    """What distillation from a server needs in place of `head_line`: what it says, and the student's logits in float32:
+    of the whole vocabulary with a part of the head lifted, or of candidates, whose rows of the head are copied
+    (`train/scoring/divergence.py`)."""
+    tokens, named = batch * length, top_k + 1
+    rows = min(tokens, (SMALL_TILE if device == "cpu" else HEAD_TOKENS) // 4)
+    columns = min(shape.vocabulary, HEAD_VOCABULARY)
+    lifted, tile = columns * shape.hidden * 4, rows * columns * 4
+    before = lifted + tile if shape.vocabulary > HEAD_VOCABULARY else 0  # the part before it goes when this one is made
+    whole = lifted + max(before, tile * (DIVERGENCE_TILES if device == "cpu" else 1))
+    copied = min(rows * HEAD_VOCABULARY, tokens * named * shape.hidden) * (4 + width(spec))
+    why = f"the larger of {rows} x {columns} with {columns} rows of the head, and of {named} candidates, in float32"
+    states = tokens * shape.hidden * 8
+    return [
+        Line("teacher's candidates", tokens * named * 12, f"{tokens} tokens x {named} x 12 bytes", "step", False),
+        Line("logits", states + max(whole, copied), f"{why}; {tokens} hidden states", "head", False),
     ]

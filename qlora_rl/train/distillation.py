@@ -10,10 +10,11 @@ Letters: B completions, T tokens (padded), N scored tokens, H hidden size.
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,10 +26,14 @@ from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE
 from qlora_rl.adapter.directory import open_adapter
 from qlora_rl.adapter.inspected import bare_model
 from qlora_rl.base.checkpoint import load_base, prepare_base
+from qlora_rl.base.quant import QuantSpec, spec_of
+from qlora_rl.base.unsupported_configs import engine_positions
 from qlora_rl.contracts import RolloutEngine
+from qlora_rl.data.rows import reading
 from qlora_rl.documents import read_object
 from qlora_rl.engine.client import PromptLogprobs
-from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, collected
+from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, PromptTooLongError, collected
+from qlora_rl.memory.plan import teacher_fields
 from qlora_rl.memory.shape import read_config
 from qlora_rl.methods import METHODS
 from qlora_rl.sync.truncated_sampling import TruncatedSampling
@@ -56,6 +61,10 @@ from qlora_rl.train.teacher import (
 _ROWS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "sampling_per_token_logps")
 
 
+# Bytes of text in a token, few at that; and more tokens than a chat template writes around what is said.
+_BYTES, _TEMPLATE = 3, 512
+
+
 class TaughtRollouts:
     """Comes between `MeasuredSteps` and `EndedCompletions`: a batch also has the sampler's logprobs, and the prompts
     that the teacher reads, or what a server says of them."""
@@ -63,6 +72,8 @@ class TaughtRollouts:
     bridge: EngineBridge
     teacher_prompt: str | None
     _server: ServerTeacher | None = None
+    # Tokens that the teacher reads at most; `None` where that is not known.
+    _positions: int | None = None
     mask_truncated_completions = False  # TRL has no such setting here
 
     def __init__(self, *, reward_funcs: Any, reward_processing_classes: Any, **of_trl: Any):
@@ -93,12 +104,30 @@ class TaughtRollouts:
                 [ids.tolist() for ids in rows], output["completion_ids"], output["completion_mask"]
             )
             output["teacher_ids"], output["teacher_logprobs"] = said
-        elif self.teacher_prompt is not None:
+            return output
+        answers = output["completion_mask"].sum(-1).tolist()
+        self._reject_long(
+            [
+                f"the row whose prompt is {str(inputs[row]['prompt'])[:80]!r}: {len(ids)} tokens"
+                for row, (ids, answer) in enumerate(zip(rows, answers, strict=True))
+                if len(ids) + answer > (self._positions or math.inf)
+            ],
+            f"and an answer of up to {max(answers)}",
+        )
+        if self.teacher_prompt is not None:
             padded, pad = {"batch_first": True, "padding_side": "left"}, self._tokenizer.pad_token_id
             device = output["prompt_ids"].device
             output["teacher_prompt_ids"] = pad_sequence(rows, padding_value=pad, **padded).to(device)
             output["teacher_prompt_mask"] = pad_sequence([torch.ones_like(row) for row in rows], **padded).to(device)
         return output
+
+    def _reject_long(self, long: list[str], answer: str) -> None:
+        if long:
+            more = f"; {len(long) - 5} rows more" * (len(long) > 5)
+            raise PromptTooLongError(
+                f"reading what the teacher reads: {'; '.join(long[:5])}{more} {answer}, and the teacher reads "
+                f"{self._positions} tokens at most. Shorten or remove these rows, or lower max_completion_length."
+            )
 
 
 class QLoRADistillationTrainer(
@@ -129,8 +158,8 @@ class QLoRADistillationTrainer(
         teacher_key_file: holds the server's key. Without it none is sent: QLORA_RL_API_KEY is the rollout server's.
         teacher_prompt: the column with what the teacher reads in place of `prompt`: the same question with a hint, the
             answer, or instructions. Text or messages, as `prompt`.
-        rollout: and all further keyword arguments as `QLoRAGRPOTrainer` has them. There is no `gpu_memory`: the memory
-            estimate does not know this step; and no `remove_padding`: TRL computes padded batches here.
+        rollout: and all further keyword arguments as `QLoRAGRPOTrainer` has them. There is no `remove_padding`: TRL
+            computes padded batches here.
 
     Raises:
         ConfigConflictError, AdapterRejectedError, NotYetSupportedError: of the teacher, and as `QLoRAGRPOTrainer`;
@@ -141,6 +170,8 @@ class QLoRADistillationTrainer(
     _name = "Distillation"
     _method = METHODS["distill"]
     _refers = False
+    # Where the second model is stored, if that is known.
+    _stored_at: Mapping[str, str] = {}
     # Rows of the batch whose loss is still to be computed, and what is known of the others.
     _unscored = 0
     _parts: Sequence[tuple[dict[str, Any], torch.Tensor]] = ()
@@ -221,6 +252,22 @@ class QLoRADistillationTrainer(
             ]
         return []
 
+    def _of_method(self, asked: Any) -> dict[str, Any]:
+        found: dict[str, Any] = {"method": "distill"}
+        if self._teacher_url is not None:
+            return found | teacher_fields(top_k=self._teacher_top_k)
+        rows, column = asked.datasets[0], self.teacher_prompt
+        if column is not None and hasattr(rows, "__len__"):
+            longer = (_size(other) - _size(prompt) for prompt, other in zip(rows["prompt"], rows[column], strict=True))
+            found["teacher_more"] = max(0, *longer) // _BYTES
+        teacher, adapter, init = self._given_teacher, self._teacher_adapter, asked.args.teacher_model_init_kwargs
+        if adapter is not None:
+            return found | teacher_fields(adapter=None if adapter in (NONE, POLICY) else adapter)
+        is_path = isinstance(teacher, str | os.PathLike)
+        spec = QuantSpec("none") if init else None if is_path else spec_of(bare_model(teacher))
+        whom = teacher if is_path else bare_model(teacher).config
+        return found | teacher_fields(model=whom, spec=spec, trust_remote_code=asked.args.trust_remote_code)
+
     def _prepared(self, asked: Any, images: list[str]) -> tuple[Any, Any]:
         source, processing_class = super()._prepared(asked, images)
         if self._teacher_url is not None:
@@ -244,6 +291,7 @@ class QLoRADistillationTrainer(
                 trusted = {"trust_remote_code": args.trust_remote_code}
                 held = prepare_base(teacher, compute_dtype=self.base.spec.compute_dtype, **trusted)
                 teacher = load_base(held, device=args.device, **trusted)
+                self._stored_at = {"path": os.path.abspath(held.path)}
         return {**super()._model_for_trl(model, peft_config, args), "teacher_model": teacher}
 
     def _check_tokenizer(self, teacher: str | os.PathLike[str], args: Any) -> None:
@@ -261,18 +309,50 @@ class QLoRADistillationTrainer(
 
     def _after_trl(self, args: Any) -> None:
         if self._server is not None:
-            self._taught_by = dict(self._server.facts)
+            key = self._teacher_key_file
+            self._taught_by = self._server.facts | ({} if key is None else {"key_file": os.path.abspath(key)})
         elif self._teacher_adapter is None:
             self.teacher_model, self._taught_by = on_own_base(self.accelerator.unwrap_model(self.teacher_model))
+            self._taught_by |= self._stored_at
         else:
             self.teacher_model, self._taught_by = on_same_base(self.model, self._teacher_adapter, self.base)
-        if self.teacher_prompt is not None:
-            self._taught_by["prompt"] = self.teacher_prompt
+        if (column := self.teacher_prompt) is not None:
+            self._taught_by["prompt"] = column
+            rows = self.train_dataset
+            if hasattr(rows, "__len__") and (reads := reading(rows["prompt"], rows[column])):
+                self._taught_by["reads"] = reads
+        self._check_lengths(args.max_completion_length)
         self._truncated = TruncatedSampling.of(settings.sampling_spec(args))
+
+    def _check_lengths(self, answer: int) -> None:
+        """Of all rows that can be read before, what the teacher reads with an answer has room in it.
+
+        Raises:
+            PromptTooLongError: names the rows.
+        """
+        if self._server is not None:
+            self._positions = None if (most := self._server.max_length) is None else most - 1
+        else:
+            self._positions = engine_positions(self.teacher_model.config) or None
+        rows, column = self.train_dataset, self.teacher_prompt or "prompt"
+        if self._positions is None or not hasattr(rows, "__len__"):
+            return
+        room = self._positions - answer
+        # A token is a byte at least; what else a chat template writes is short.
+        read = [(row, prompt) for row, prompt in enumerate(rows[column]) if _size(prompt) > room - _TEMPLATE]
+        lengths = [len(ids) for ids in self._tokenize_prompts([prompt for _, prompt in read])[0]] if read else []
+        self._reject_long(
+            [
+                f"row {row}: {column} has {length} tokens"
+                for (row, _), length in zip(read, lengths, strict=True)
+                if length > room
+            ],
+            f"and max_completion_length={answer}",
+        )
 
     def decisive(self) -> dict[str, Any]:
         """The teacher, wherever it came from or is."""
-        places = ("path", "url", "logprobs")
+        places = ("path", "url", "logprobs", "key_file", "reads")
         named = [f"{n} {v[:16] if n == 'digest' else v}" for n, v in self._taught_by.items() if n not in places]
         return super().decisive() | {"teacher": ", ".join(named)}
 
@@ -422,6 +502,7 @@ class QLoRADistillationTrainer(
         canary_every: int = 4,
         on_mismatch: str = "stop",
         share_base: bool | str = "auto",
+        gpu_memory: str | float = "auto",
         api_key_file: str | os.PathLike[str] | None = None,
     ):
         self._given_teacher, self._teacher_adapter, self.teacher_prompt = teacher_model, teacher_adapter, teacher_prompt
@@ -440,6 +521,7 @@ class QLoRADistillationTrainer(
                 canary_every=canary_every,
                 on_mismatch=on_mismatch,
                 share_base=share_base,
+                gpu_memory=gpu_memory,
                 api_key_file=api_key_file,
             ),
             train_dataset=train_dataset,
@@ -450,6 +532,12 @@ class QLoRADistillationTrainer(
             quantization_config=quantization_config,
             peft_config=peft_config,
         )
+
+
+def _size(prompt: Any) -> int:
+    """Bytes of the text of a prompt, which may be messages."""
+    said = [prompt] if isinstance(prompt, str) else [message.get("content") for message in prompt]
+    return sum(len(str(each).encode()) for each in said)
 
 
 def _head_of(model: Any) -> tuple[torch.nn.Linear, float | None, float]:

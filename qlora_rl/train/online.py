@@ -260,9 +260,14 @@ class OnlineTrainer(LinkedTrainer, RecordedTraining):
             quantization_config=asked.quantization_config,
             optimizer=asked.of_trl["optimizers"][0],
             rests=not self._method.is_ahead,
+            of_method=lambda: self._of_method(asked),
         )
         budget.set_chosen(asked.args)
         return budget
+
+    def _of_method(self, asked: _Asked) -> dict[str, Any]:
+        """What the memory estimate is told of a method that is not GRPO's."""
+        return {}
 
     def _prepared(self, asked: _Asked, images: list[str]) -> tuple[Source, Any]:
         """The prepared base, and the tokenizer or processor, which fits it and the data."""

@@ -25,13 +25,14 @@ from qlora_rl.adapter.inspected import active_adapter, bare_model, is_bare
 from qlora_rl.adapter.load import add_frozen
 from qlora_rl.adapter.store import CONFIG, WEIGHTS
 from qlora_rl.base.attention.choice import apply_attention
-from qlora_rl.base.checkpoint import PreparedBase
+from qlora_rl.base.checkpoint import PreparedBase, load_base, open_base
 from qlora_rl.base.fingerprint import digest_bytes
 from qlora_rl.base.source_digest import digest_file, digest_parts
 from qlora_rl.engine.client import PromptLogprobs
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
 from qlora_rl.sync.forward import evaluating, without_adapter
 from qlora_rl.train.setup.linears import apply_linears
+from qlora_rl.train.setup.tiled_mlp import tile_layers
 
 # Words for `teacher_adapter`; anything else is a directory.
 NONE, POLICY = "none", "policy"
@@ -106,7 +107,7 @@ def on_same_base(model: Any, teacher: str | os.PathLike[str], base: PreparedBase
         digest = digest_parts([digest_file(directory / file) for file in (CONFIG, WEIGHTS)])
         found = (
             Teacher(model, partial(_under, model, NAME)),
-            {"kind": "adapter", "digest": digest, "path": str(directory)},
+            {"kind": "adapter", "digest": digest, "path": os.path.abspath(directory)},
         )
     head = bare_model(model).get_output_embeddings()
     biases = [name for name, config in model.peft_config.items() if getattr(config, "bias", "none") != "none"]
@@ -123,8 +124,41 @@ def on_own_base(model: Any) -> tuple[Teacher, dict[str, str]]:
     """The teacher that is a model of its own, and what it is."""
     apply_attention(bare_model(model))
     apply_linears(bare_model(model))
+    tile_layers(bare_model(model))
     digest = digest_parts([f"{name}:{digest_bytes(tensor)}" for name, tensor in model.state_dict().items()])
     return Teacher(model), {"kind": "model", "digest": digest}
+
+
+def taught_by(
+    facts: Mapping[str, Any], model: Any, base: PreparedBase
+) -> tuple[Any, Callable[[], AbstractContextManager[Any]]]:
+    """The teacher of a run that has been trained: its model, and what makes it the teacher while it computes.
+
+    Args:
+        facts: what the run says of it; no server.
+        model: the student's PeftModel, as `on_same_base` takes it.
+        base: that the student is on.
+
+    Raises:
+        ConfigConflictError: it was an object that nobody can load again, or is another one now.
+        BaseIncompleteError, AdapterRejectedError: it is not where it was.
+    """
+    if facts["kind"] != "model":
+        words = {POLICY: POLICY, "base": NONE}
+        found, now = on_same_base(model, words.get(facts["kind"]) or facts["path"], base)
+    elif "path" in facts:
+        found, now = on_own_base(load_base(open_base(facts["path"])))
+    else:
+        raise ConfigConflictError(
+            "loading the teacher: it was a model of the process that trained, and the run does not say where it is "
+            "stored. Pass a name or a prepared base as teacher_model, and train again."
+        )
+    if now.get("digest") != facts.get("digest"):
+        raise ConfigConflictError(
+            f"loading the teacher: {facts['path']} is another {facts['kind']} now (digest {now['digest'][:16]}) than "
+            f"the one that taught the run ({facts['digest'][:16]}). Put that one back."
+        )
+    return found._held[0], found._within
 
 
 def check_name_is_free(model: Any) -> None:
@@ -155,6 +189,7 @@ class ServerTeacher:
         before: what a run that goes on has written down of its teacher.
 
     Attributes:
+        max_length: tokens that a sequence may have, if the server says so.
         facts: what it is: of a server of ours the digest of base and adapter, of others the name, and what it makes of
             a text. The logprobs of one model differ a little from machine to machine: those that are not further apart
             than rounding keep the digest of `before`.
@@ -172,6 +207,7 @@ class ServerTeacher:
         before: Mapping[str, Any] | None = None,
     ):
         self._served, self._top_k, self._vocabulary = served, top_k, vocabulary
+        self.max_length = served.max_length
         most = min(served.max_length or _READ, _READ)
         step = max(1, 4 * len(tokenizer) // most)
         text = _TEXT + tokenizer.decode(range(0, len(tokenizer), step), skip_special_tokens=True)
@@ -188,7 +224,7 @@ class ServerTeacher:
                 f"{own[at : at + 1]} of the student. Take a teacher of the student's family."
             )
         self._digest, self._outages, self._read = served.digest(), served.outages, (its, logprobs)
-        self.facts: dict[str, Any] = {"kind": "server", "url": served.url, "top_k": top_k}
+        self.facts: dict[str, Any] = {"kind": "server", "url": served.url, "model": served.model, "top_k": top_k}
         if self._digest:
             self.facts["digest"] = self._digest
             return
@@ -196,7 +232,7 @@ class ServerTeacher:
         if _are_close(known, logprobs):
             logprobs = known
         digest = digest_parts([json.dumps(logprobs)])
-        self.facts |= {"model": served.model, "digest": digest, "logprobs": logprobs}
+        self.facts |= {"digest": digest, "logprobs": logprobs}
 
     def candidates(self, prompts: list[list[int]], ids_BT: torch.Tensor, mask_BT: torch.Tensor) -> Any:
         """Of each token of the completions: itself and the likeliest tokens [B, T, K + 1], and their logprobs in

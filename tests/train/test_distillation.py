@@ -19,7 +19,9 @@ from trl import DistillationConfig, DistillationTrainer
 from qlora_rl import (
     AdapterRejectedError,
     ConfigConflictError,
+    MemoryBudgetError,
     NotYetSupportedError,
+    PromptTooLongError,
     QLoRADistillationTrainer,
     load_base,
 )
@@ -416,6 +418,38 @@ def test_what_cannot_teach_is_rejected(make, base, taught, tmp_path, other_model
     named = get_peft_model(load_base(base), LoraConfig(r=4, target_modules=["q_proj"]), adapter_name="teacher")
     with pytest.raises(ConfigConflictError, match="holds an adapter 'teacher' already"):
         make(model=named, peft_config=None, teacher_adapter=taught, existing_run="overwrite")
+
+
+def test_what_the_teacher_has_no_room_for_is_an_error_with_its_row(make, base, other_model_dir):
+    """The tiny model has 128 positions, and the engine of the tests gives the student 64."""
+    rows = [dict(row) for row in HINTED]
+    rows[5]["hinted"] = "7" * 124 + "="
+    who = {"teacher_adapter": "none", "teacher_prompt": "hinted"}
+    with pytest.raises(PromptTooLongError) as caught:
+        make(**who, train_dataset=Dataset.from_list(rows), existing_run="overwrite")
+    assert "row 5: hinted has 125 tokens and max_completion_length=4, and the teacher reads 128" in str(caught.value)
+    stream = Dataset.from_list(rows).to_iterable_dataset()  # which nobody can read before
+    trainer = make({"max_steps": 2, "shuffle_dataset": False}, **who, train_dataset=stream, existing_run="overwrite")
+    with pytest.raises(PromptTooLongError, match=r"whose prompt is '15\+16=': 125 tokens and an answer of up to 4"):
+        trainer.train()
+    assert trainer.state.global_step == 1  # the first batch had room
+
+
+def test_the_memory_is_planned_with_the_teacher_and_a_limit_is_kept(make, taught, other_model_dir):
+    with pytest.raises(MemoryBudgetError, match=r"gpu_memory=0\.00 GiB") as caught:
+        make(teacher_adapter=taught, gpu_memory=0.001)
+    assert "adapter, teacher" in str(caught.value)
+    named = {line.name: line.nbytes for line in make(teacher_adapter=taught).memory.estimate.lines}
+    frozen = [p for n, p in make(teacher_adapter=taught, existing_run="overwrite").model.named_parameters()
+              if ".teacher." in n]  # fmt: skip
+    assert named["adapter, teacher"] == sum(p.nbytes for p in frozen)
+    reads = make(teacher_adapter="none", teacher_prompt="hinted", existing_run="overwrite").memory.estimate.request
+    assert reads.method == "distill"
+    assert 5 <= reads.teacher_more <= 10  # "21 is what we say of " is 21 bytes
+    second = make(teacher_model=str(other_model_dir), existing_run="overwrite").memory.estimate
+    assert second.request.teacher.hidden == second.shape.hidden
+    held = {line.name: line.nbytes for line in second.lines}
+    assert held["base, teacher"] == held["base, trainer"]
 
 
 def test_the_adapter_of_a_run_teaches_the_next(make, taught, tmp_path):

@@ -104,33 +104,53 @@ def measure_step(method, batch, base, lora, tmp_path, within):
     assert peaks == [pytest.approx(planned.step_bytes, rel=within)]
 
 
-@pytest.mark.parametrize("vocabulary", [None, 16_384])
-def test_so_is_a_step_of_distillation(vocabulary, wide, tmp_path):
-    """On the student's base; TRL's tiles are as wide as 32,768 words whatever the vocabulary is."""
-    base, lora = wide, LoraConfig(r=16, target_modules="all-linear")
-    if vocabulary is not None:
-        shape = Shape(256, 768, 2, 4, 2, vocabulary=vocabulary)
-        base = prepare_base(make_model(tmp_path / "model", shape, positions=TOKENS), out=tmp_path / "base")
-    fields = {"gradient_checkpointing": True, "per_device_train_batch_size": 2, "max_completion_length": TOKENS - 4}
+@pytest.fixture(scope="module")
+def worded(tmp_path_factory):
+    """As `wide`, with 16,384 words."""
+    work = tmp_path_factory.mktemp("worded")
+    shape = Shape(256, 768, 2, 4, 2, vocabulary=16_384)
+    return prepare_base(make_model(work / "model", shape, positions=4 * TOKENS), out=work / "base")
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "top_k"),
+    [("wide", 0, 0), ("worded", 0, 0), ("worded", 3 * TOKENS, 0), ("wide", 0, 20), ("worded", 0, 20)],
+)
+def test_so_is_a_step_of_distillation(kind, more, top_k, wide, worded, tmp_path):
+    """On the student's base, with TRL's tiles, which are as wide as 32,768 words whatever the vocabulary is; with a
+    teacher that reads four times as much; from a server's likeliest tokens, in float32."""
+    base, lora = {"wide": wide, "worded": worded}[kind], LoraConfig(r=16, target_modules="all-linear")
+    fields = {"gradient_checkpointing": True, "per_device_train_batch_size": 2, "max_completion_length": TOKENS - 8}
     args = DistillationConfig(**tiny_training(output_dir=str(tmp_path / "run"), max_steps=1, **fields))
     rows = Dataset.from_list([{"prompt": "1+2=", "told": "3=1+2="}] * 4)
-    ids = torch.randint(3, vocabulary or 100, (2, TOKENS))
+    ids = torch.randint(3, 100, (2, TOKENS))
     batch = {"prompt_ids": ids[:, :4], "completion_ids": ids[:, 4:]}
+    batch["teacher_prompt_ids"] = torch.randint(3, 100, (2, 4 + more))
     batch |= {name.replace("ids", "mask"): torch.ones_like(each) for name, each in batch.items()}
     batch["completion_mask"][1, -8:] = 0  # attention has masks where something is padded
-    taught_by = {"teacher_adapter": "none", "teacher_prompt": "told"}
     with (
         FakeEngine(load_base(base), max_model_length=TOKENS) as engine,
         QLoRADistillationTrainer(
-            base, args=args, train_dataset=rows, peft_config=lora, rollout=engine, **taught_by
+            base,
+            args=args,
+            train_dataset=rows,
+            peft_config=lora,
+            rollout=engine,
+            teacher_adapter="none",
+            teacher_prompt="told",
         ) as made,
     ):
+        if top_k:
+            made.teacher_model, shape = None, (*batch["completion_ids"].shape, top_k + 1)
+            batch["teacher_ids"] = torch.randint(100, shape)
+            batch["teacher_logprobs"] = torch.randn(shape).log_softmax(-1)
         made.model.gradient_checkpointing_enable({"use_reentrant": False})
         made.model.train()
         made._unscored = 2  # as in training, where what was sampled is scored, too
         with Live() as live:
             made.compute_loss(made.model, batch).backward()
     request = {"method": "distill", "batch_size": 2, "max_length": TOKENS, "device": "cpu", "spec": base.spec}
+    request |= {"teacher_more": more, "teacher_top_k": top_k}
     planned = plan_memory(read_config(base.path), lora=lora, **request)
-    print(live.peak / 2**20, planned.step_bytes / 2**20)
+    print(kind, more, top_k, live.peak / 2**20, planned.step_bytes / 2**20)
     assert live.peak == pytest.approx(planned.step_bytes, rel=0.1)

@@ -552,7 +552,12 @@ def test_a_token_that_the_student_has_not_is_found(make, teacher):  # noqa: F811
 def test_a_sequence_without_room_is_named(make, teacher):  # noqa: F811
     teacher.models[0]["max_model_len"] = 40
     far = Dataset.from_list([{"prompt": "1+" * 18 + "1="} for _ in range(8)])
-    trainer = make({"max_steps": 1}, teacher_url=teacher.url, teacher_top_k=4, train_dataset=far)
+    with pytest.raises(PromptTooLongError, match=r"row 0: prompt has 38 tokens.* the teacher reads 39 tokens at most"):
+        make(teacher_url=teacher.url, train_dataset=far)
+    stream = far.to_iterable_dataset()  # which nobody can read before
+    trainer = make(
+        {"max_steps": 1}, teacher_url=teacher.url, teacher_top_k=4, train_dataset=stream, existing_run="overwrite"
+    )
     with pytest.raises(PromptTooLongError, match=r"(?s)room for 40 tokens.*row 0 has 4\d tokens"):
         trainer.train()
 

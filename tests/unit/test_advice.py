@@ -54,8 +54,8 @@ def test_a_second_model_that_teaches_leaves_less_for_the_kv_cache(config_of):
     model = config_of("8b")
     alone, taught = (recommend(model, "distill", 24, teacher=teacher) for teacher in (None, model))
     assert alone.fits
-    assert "gpu_memory" not in alone.trainer  # which the trainer does not take
-    caches = [each.trainer["engine_options"]["kv_cache_gib"] for each in (alone, taught)]
+    assert alone.trainer["gpu_memory"] == 24
+    caches = [each.estimate.cache_gib for each in (alone, taught)]
     assert caches[0] > caches[1] > 0
     assert taught.estimate.request.teacher_bytes > 5 * 2**30
     assert taught.trainer["teacher_model"] == str(model)

@@ -4,6 +4,8 @@ an engine."""
 import json
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from transformers import Qwen3Config
 
 from qlora_rl import ConfigConflictError, MemoryBudgetError, plan_memory
@@ -113,6 +115,23 @@ def test_a_teacher_on_the_students_base_adds_next_to_nothing_and_a_second_model_
         plan(teacher=Qwen3Config(**FIELDS))
 
 
+def test_what_a_teacher_reads_more_counts_once_its_own_pass_is_the_larger():
+    peaks = {}
+    for more in (0, 256, 32_768):
+        estimate = plan(method="distill", teacher_more=more)
+        peaks[more] = estimate.step_bytes
+        assert f"x {estimate.request.max_length + more} tokens, without" in named(estimate)["teacher's pass"].why
+    assert peaks[0] == peaks[256] < peaks[32_768]
+    own = plan(method="distill", teacher_bytes=2**30)
+    assert own.held_bytes - plan(method="distill").held_bytes == named(own)["adapter, teacher"].nbytes == 2**30
+    asked = plan(method="distill", teacher_top_k=20)
+    assert "teacher's pass" not in named(asked)
+    # The part of the head that is multiplied with is lifted to float32.
+    assert named(asked)["logits"].nbytes > 32_768 * FIELDS["hidden_size"] * 4
+    with pytest.raises(ConfigConflictError, match="method='grpo' has no teacher"):
+        plan(teacher_top_k=20)
+
+
 def test_the_command_plans_a_teacher(tmp_path, capsys):
     path = tmp_path / "config.json"
     path.write_text(Qwen3Config(**FIELDS).to_json_string())
@@ -122,6 +141,14 @@ def test_the_command_plans_a_teacher(tmp_path, capsys):
     assert main([*asked, "--teacher", str(path)]) == 0
     taught = json.loads(capsys.readouterr().out)
     assert taught["held_bytes"] > alone["held_bytes"]
+    assert taught["request"]["teacher"] == "qwen3"
+    assert main([*asked, "--teacher", "http://host:8000"]) == 0
+    assert json.loads(capsys.readouterr().out)["request"]["teacher_top_k"] == 20
+    save_file({"A": torch.zeros(2, 8)}, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert main([*asked, "--teacher", str(tmp_path), "--teacher-more", "64"]) == 0
+    request = json.loads(capsys.readouterr().out)["request"]
+    assert (request["teacher_bytes"], request["teacher_more"]) == (2 * 8 * 4, 64)
     assert main(["plan", str(path), "--teacher", str(path)]) == 2
     assert "--method distill" in capsys.readouterr().err
 

@@ -78,7 +78,7 @@ def test_a_student_is_shown_the_answer_unless_another_teacher_is_named(capsys, t
     told = [*MODEL, "--task", "distill", "--data", str(GSM8K)]
     config = read_config(made(capsys, tmp_path, *told))
     assert config.teacher.adapter == "policy"
-    assert config.rollout.kv_cache_gib > 0
+    assert config.run.gpu_memory == 24
     train, _ = load_data(config.data, teacher=config.teacher)
     asked, read = (train[0][name][-1]["content"] for name in ("prompt", "teacher_prompt"))
     assert read == f"{asked}\n\n(The answer is {train[0]['answer']}.)"

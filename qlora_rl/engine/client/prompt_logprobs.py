@@ -1,4 +1,5 @@
-"""`PromptLogprobs`: an OpenAI-compatible server that says what its model would have put at each place of a sequence.
+"""`PromptLogprobs`: an OpenAI-compatible server that says what its model would have put at each place of a sequence,
+and what it answers.
 
 `prompt_logprobs` is vLLM's field of /v1/completions, and `qlora-rl serve`'s with it. HTTP only.
 """
@@ -144,6 +145,27 @@ class PromptLogprobs:
                     ]
                 )
         return found
+
+    def answer(self, prompt: Sequence[int], tokens: int, **sampling: Any) -> list[int]:
+        """Tokens that the model samples after a prompt, at most so many; one that ends it is the last.
+
+        Args:
+            prompt: token ids.
+            sampling: fields of /v1/completions, such as `temperature`, `top_p`, `seed`, `stop_token_ids`.
+
+        Raises:
+            EngineBrokenError: it stayed away.
+            ConfigConflictError: it rejects the request.
+            EngineUnsupportedError: it does not say which tokens it has sampled.
+        """
+        body = {"model": self.model, "prompt": list(prompt), "max_tokens": tokens, "return_token_ids": True, **sampling}
+        try:
+            (choice,) = self._ask("POST", "/v1/completions", body)["choices"]
+            return [int(token) for token in choice["token_ids"]]
+        except _MISFITS as error:
+            raise EngineUnsupportedError(
+                f"asking the teacher at {self.url}: it does not say which tokens it samples. {_HOW}"
+            ) from error
 
     def close(self) -> None:
         """Close the connections; the server goes on."""

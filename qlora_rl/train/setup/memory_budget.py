@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,6 +63,7 @@ class MemoryBudget:
         rests: the engine generates nothing while the trainer works, so that it may sleep; before vLLM 0.31 only where
             it lends no base.
         padded: micro-batches keep their padding.
+        of_method: gives further arguments of `plan_memory`, where the method is not GRPO's.
 
     Raises:
         ConfigConflictError: `gpu_memory` is no number above 0, or more than the card has.
@@ -85,6 +86,7 @@ class MemoryBudget:
         rests: bool = True,
         baked: bool = False,
         padded: bool = False,
+        of_method: Callable[[], dict[str, Any]] = dict,
     ):
         on_gpu = torch.cuda.is_available() and not args.use_cpu
         limit = _limit(gpu_memory, on_gpu)
@@ -120,6 +122,7 @@ class MemoryBudget:
                 # On the CPU all parts share one memory.
                 trainer_parts=args.world_size if on_gpu and shards_base(args) else 1,
                 engine_parts=options["tensor_parallel_size"] if on_gpu and has_engine else 1,
+                **of_method(),
             )
         except Exception as error:
             # Whatever is wrong with the model is said better where it is loaded.
@@ -309,6 +312,7 @@ def budget_of(
     quantization_config: Any,
     optimizer: Any = None,
     rests: bool = True,
+    of_method: Callable[[], dict[str, Any]] = dict,
 ) -> MemoryBudget:
     """The budget of a trainer that is given these arguments; of one that is not made yet, by the name of its model.
 
@@ -328,6 +332,7 @@ def budget_of(
         shared=expects_one_copy(model, rollout, ours["share_base"]),
         has_engine=rollout == "colocate",
         rests=rests,
+        of_method=of_method,
         baked=expects_full_weights(model, peft_config, ours["sync"], trust_remote_code=args.trust_remote_code),
         padded=not ours["remove_padding"],
     )
