@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from qlora_rl.adapter.directory import adapter_in, read_saved
+from qlora_rl.adapter.directory import adapter_in
+from qlora_rl.adapter.store import read_tensors
 from qlora_rl.base.quant import QuantSpec
 from qlora_rl.contracts import rank_class
 from qlora_rl.errors import MemoryBudgetError
@@ -382,7 +383,7 @@ def teacher_fields(
     if top_k:
         return {"teacher_top_k": top_k}
     if adapter is not None:
-        return {"teacher_bytes": 4 * sum(each.numel() for each in read_saved(adapter_in(adapter)).values())}
+        return {"teacher_bytes": 4 * sum(each.numel() for each in read_tensors(adapter_in(adapter)).values())}
     if isinstance(model, str | os.PathLike):
         config = read_config(model, trust_remote_code=trust_remote_code)
         return {"teacher": config, "teacher_spec": spec or stored_spec(model)}
