@@ -139,9 +139,10 @@ def test_slots_are_freed_and_taken_and_never_another_lanes(engine, model, lanes,
         write_adapter(export_adapter(model, dtype=torch.bfloat16), directory)
         guest.load_adapter(directory, guest.version + 1)
         assert guest.held_adapter(8) == held[number]
-        assert guest.generate(PROMPTS, **SAMPLED).completion_ids == lanes[number][0].generate(
-            PROMPTS, **SAMPLED
-        ).completion_ids
+        assert (
+            guest.generate(PROMPTS, **SAMPLED).completion_ids
+            == lanes[number][0].generate(PROMPTS, **SAMPLED).completion_ids
+        )
     assert [lane.held_adapter(8) for lane, _ in lanes] == held
     with pytest.raises(EngineUnsupportedError, match="belong to 9 lanes"):
         engine.load_adapter(directory, 1)

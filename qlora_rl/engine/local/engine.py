@@ -597,6 +597,8 @@ class Lane(LocalEngine):
             self._adapters.drop(self._llm)
 
     def _ensure_usable(self) -> None:
+        if self._adapters not in self._engine._lanes:  # its version is 0 now, and the bare base is another policy
+            raise EngineClosedError("using a lane: it was closed. Open another one.")
         self._engine._ensure_usable()
 
     def _reject_beside_lanes(self) -> None:
