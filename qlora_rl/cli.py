@@ -27,6 +27,7 @@ from qlora_rl.commands import (
     recommend,
     report,
     serve,
+    tinker,
     train,
     verify,
 )
@@ -35,7 +36,8 @@ from qlora_rl.errors import QloraRLError
 from qlora_rl.stages import shown
 
 COMMANDS = (
-    demo, train, data, prepare, plan, recommend, verify, serve, bench, judge, report, export, chat, evaluate, doctor,
+    demo, train, data, prepare, plan, recommend, verify, serve, tinker, bench, judge, report, export, chat, evaluate,
+    doctor,
 )  # fmt: skip
 
 

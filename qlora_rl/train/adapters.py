@@ -550,8 +550,6 @@ class Adapters:
 
 
 def _last(passes: Iterator[Passed | None]) -> Passed:
-    found = None
-    for found in passes:
-        pass
+    *_, found = passes
     assert found is not None
     return found
