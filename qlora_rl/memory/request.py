@@ -21,6 +21,7 @@ class MemoryRequest:
         spec: how the base is held.
         method: one of `METHODS`. "sft", "dpo" and "kto" make no engine, and DPO has two sequences for every one of
             `batch_size`.
+        adapters: that are held at once, each with gradients, optimizer state and slots of its own (`Adapters`).
         teacher_bytes: of "distill", the weights of a second model; 0 where the teacher shares the student's base.
         teacher_hidden: the width of its hidden states; `None` for the student's.
         max_length: prompt plus completion, in tokens.
@@ -81,11 +82,12 @@ class MemoryRequest:
     trainer_parts: int = 1
     trainer_keeps_root: bool = False
     engine_parts: int = 1
+    adapters: int = 1
     teacher_bytes: int = 0
     teacher_hidden: int | None = None
 
     def __post_init__(self) -> None:
-        counts = ("max_length", "batch_size", "sequences", "trainer_parts", "engine_parts")
+        counts = ("max_length", "batch_size", "sequences", "trainer_parts", "engine_parts", "adapters")
         positive = {name: getattr(self, name) for name in counts}
         limits = ("kv_cache_gib", "gpu_memory_gib", "host_memory_gib")
         positive |= {n: v for n in limits if (v := getattr(self, n)) is not None}
