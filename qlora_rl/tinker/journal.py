@@ -84,13 +84,16 @@ class Journal:
                 f"DELETE FROM {table} WHERE {' AND '.join(f'{name} = ?' for name in where)}", tuple(where.values())
             )
 
-    def submit(self, model: str, seq: int, kind: str, body: bytes) -> bool:
+    def submit(self, model: str, seq: int, kind: str, body: bytes, same: bytes | None = None) -> bool:
         """Note a request; one that is sent again is the same. Whether it is new.
+
+        Args:
+            same: by what it is known again; the body, unless something in that is new each time.
 
         Raises:
             ConfigConflictError: another one had its number.
         """
-        digest = hashlib.sha256(kind.encode() + body).hexdigest()
+        digest = hashlib.sha256(kind.encode() + (body if same is None else same)).hexdigest()
         if self.put("requests", model=model, seq=seq, kind=kind, body=body, digest=digest):
             return True
         known = self.row("requests", model=model, seq=seq)

@@ -406,8 +406,10 @@ class _Api:
     def optim_step(self, body: StepBody, request: Request) -> dict[str, Any]:
         return self._submit(body, request, "optim_step", body.adam_params.model_dump())
 
-    def _submit(self, body: Any, request: Request, kind: str, content: dict[str, Any]) -> dict[str, Any]:
-        noted = (body.model_id, request.state.owner, body.seq_id, kind, json.dumps(content).encode())
+    def _submit(
+        self, body: Any, request: Request, kind: str, content: dict[str, Any], same: bytes | None = None
+    ) -> dict[str, Any]:
+        noted = (body.model_id, request.state.owner, body.seq_id, kind, json.dumps(content).encode(), same)
         return self._noted(self._service.submit(*noted))
 
     def _save(self, body: SaveBody, request: Request, kind: str, name: str | None) -> dict[str, Any]:
@@ -416,9 +418,9 @@ class _Api:
             "ttl_seconds": body.ttl_seconds,
             "overwrite": body.overwrite,
             "user_metadata": body.user_metadata,
-            "sampler": body.sampling_session_seq_id,
         }
-        return self._submit(body, request, kind, content)
+        same = json.dumps(content).encode()  # the client counts its samplers on when it sends a request again
+        return self._submit(body, request, kind, content | {"sampler": body.sampling_session_seq_id}, same)
 
     def save_weights(self, body: SaveBody, request: Request) -> dict[str, Any]:
         return self._save(body, request, "weights", body.path)

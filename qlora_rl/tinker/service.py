@@ -183,8 +183,10 @@ class Service:
         self.journal.put("models", id=model, session=session, owner=owner, metadata=metadata_of(metadata))
         return self.submit(model, owner, 0, kind, body)
 
-    def submit(self, model: str, owner: str, seq: int, kind: str, body: bytes) -> tuple[str, int]:
-        """Note a request of a model; it is on disk when this returns.
+    def submit(
+        self, model: str, owner: str, seq: int, kind: str, body: bytes, same: bytes | None = None
+    ) -> tuple[str, int]:
+        """Note a request of a model, as `Journal.submit` does; it is on disk when this returns.
 
         Raises:
             LookupError: there is no such model of this client.
@@ -194,7 +196,7 @@ class Service:
             raise ConfigConflictError(f"taking a request: seq_id={seq} is no number of a {kind}.")
         found = self.model(model, owner)
         with self._changed:
-            is_new = self.journal.submit(model, seq, kind, body)
+            is_new = self.journal.submit(model, seq, kind, body, same)
             line = self._lines.setdefault(model, _Line(model, found["session"]))
             if is_new and seq <= line.done:
                 _, why = _failed(f"taking a request: request {line.done} of this model is over already.", "user")

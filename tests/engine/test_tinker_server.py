@@ -88,6 +88,11 @@ def test_a_request_that_is_sent_again_is_applied_once_and_those_of_a_model_keep_
     status, said = server.ask("optim_step", body | {"adam_params": {"learning_rate": 9.0}})
     assert (status, "another one had seq_id=2" in said["error"]) == (422, True)
     assert server.ask("create_model", {"session_id": session, "model_seq_id": 0, "base_model": "x"})[0] == 422
+    asked = {"model_id": model, "seq_id": 4}
+    first = server.ask("save_weights_for_sampler", asked | {"sampling_session_seq_id": 0})
+    again = server.ask("save_weights_for_sampler", asked | {"sampling_session_seq_id": 1})  # as the client retries it
+    assert again == first
+    assert server.result(again)["sampling_session_id"] == f"{session}:sample:0"
 
 
 def test_a_sampler_keeps_its_weights_while_training_goes_on_and_when_the_model_has_left_memory(server):
