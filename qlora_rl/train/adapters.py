@@ -147,6 +147,7 @@ class Adapters:
             self._vocabulary = model.get_input_embeddings().weight.shape[0]
             self._autocast = torch.bfloat16 if model.dtype == torch.bfloat16 else None
             self._loras = LoraSet(model)
+            del model  # a frame that somebody keeps, as tracebacks do, would keep the base lent
             self._guests = [_Guest(self.engine.lane(slots=1)) for _ in range(max_saved)]
         except BaseException:
             self.engine.close(force=True)
