@@ -53,6 +53,8 @@ _HOMES = {
     "QLoRADPOTrainer": "qlora_rl.train.offline",
     "QLoRAKTOTrainer": "qlora_rl.train.offline",
     "attach": "qlora_rl.train.attach",
+    "Adapters": "qlora_rl.train.adapters",
+    "TrainingRow": "qlora_rl.train.scoring.losses",
     "export_run": "qlora_rl.export.job",
     "open_trained": "qlora_rl.inference.trained",
     "QLoRAAsyncGRPOTrainer": "qlora_rl.train.async_grpo",

@@ -26,6 +26,7 @@ from qlora_rl.commands import (
     recommend,
     report,
     serve,
+    tinker,
     train,
     verify,
 )
@@ -34,7 +35,7 @@ from qlora_rl.errors import QloraRLError
 from qlora_rl.stages import shown
 
 COMMANDS = (
-    demo, train, data, prepare, plan, recommend, verify, serve, judge, report, export, chat, evaluate, doctor,
+    demo, train, data, prepare, plan, recommend, verify, serve, tinker, judge, report, export, chat, evaluate, doctor,
 )  # fmt: skip
 
 

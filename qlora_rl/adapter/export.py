@@ -137,12 +137,18 @@ def settle_patterns(model: Any, directory: Path) -> None:
     file.write_text(json.dumps(written | {"rank_pattern": ranks, "alpha_pattern": alphas}, indent=2, sort_keys=True))
 
 
-def read_adapter(directory: str | os.PathLike[str], base: str | os.PathLike[str] | None = None) -> AdapterBundle:
+def read_adapter(
+    directory: str | os.PathLike[str],
+    base: str | os.PathLike[str] | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> AdapterBundle:
     """A PEFT directory in canonical form: what vLLM must be given instead of it to serve the same function.
 
     Args:
         directory: that `save_pretrained` has written.
         base: see `judge_adapter`.
+        dtype: of the tensors; by default that of the file.
 
     Raises:
         AdapterRejectedError: it is not plain LoRA; names every reason.
@@ -151,7 +157,7 @@ def read_adapter(directory: str | os.PathLike[str], base: str | os.PathLike[str]
     verdict = judge_opened(opened)
     if verdict.kind != "adapter":
         raise collected(f"reading the adapter {directory}", verdict.reasons, AdapterRejectedError)
-    return export_adapter(opened.model, verdict=verdict)
+    return export_adapter(opened.model, dtype=dtype, verdict=verdict)
 
 
 def _padded(tensor: torch.Tensor, rank: int, *, dim: int) -> torch.Tensor:

@@ -88,6 +88,9 @@ def add(commands: Any) -> None:
         metavar="NAME",
         help="linears to adapt (default: all-linear)",
     )
+    plan.add_argument(
+        "--adapters", type=COUNT, default=1, metavar="N", help="held at once, as `tinker` does (default: %(default)s)"
+    )
     _add_training(plan)
     plan.add_argument("--cpu", action="store_true", help="plan for a CPU")
     plan.add_argument("--trust-remote-code", action="store_true", help="let the model's own code run")
@@ -212,6 +215,7 @@ def _estimate(arguments: argparse.Namespace) -> MemoryEstimate:
         **taught_by,
         method=arguments.method,
         rank=arguments.rank,
+        adapters=arguments.adapters,
         target_modules=targets[0] if targets == ["all-linear"] else targets,
         spec=spec,
         max_length=arguments.max_length,

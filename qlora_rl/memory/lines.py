@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, prod
 
 from qlora_rl.adapter.shape import adapted_inputs
@@ -74,6 +74,15 @@ _SMALLEST_8BIT, _BLOCK_8BIT, _TABLE_8BIT = 4096, 256, 1024
 _CODE, _NESTED_CODE, _NESTED_BLOCK = 16 * 4, 256 * 4 + 4, 256
 # Of the engine in this process: one serves while the other is written.
 _SLOTS = 2
+# Held for each of several adapters.
+_OF_EACH = (
+    "adapter",
+    "adapter, engine",
+    "gradients",
+    "adapter, vLLM's copies",
+    "adapter, last push",
+    "optimizer",
+)
 OF_THE_ENGINE = (
     "base, engine",
     "base, decoded copies",
@@ -296,6 +305,18 @@ def adapter_lines(
         why = f"copy in {spec.compute_dtype} during a step{', except for the MLPs' if tiled else ''}"
         lines.append(Line("adapter, autocast", adapter_bytes(kept, width(spec)), why, "step", False))
     return lines
+
+
+def for_several(line: Line, adapters: int) -> Line:
+    """What is held for each adapter, for so many of them; other lines as they are.
+
+    The engine has slots for two saved adapters besides (`Adapters(max_saved=2)`).
+    """
+    if adapters == 1 or line.name not in _OF_EACH:
+        return line
+    times = adapters + 1 if line.name == "adapter, engine" else adapters
+    why = f"{adapters} adapters{' and two saved ones' if times > adapters else ''}; of one: {line.why}"
+    return replace(line, nbytes=times * line.nbytes, why=why)
 
 
 def optimizer_bytes(adapter: Mapping[str, tuple[int, ...]], dtype_width: int, optimizer: str) -> int:

@@ -502,7 +502,7 @@ def _lines(shape: ModelShape, request: MemoryRequest, adapter: Mapping[str, tupl
             context = int(count.CONTEXT_GIB * GIB)
             lines.append(Line("CUDA", context, "context, workspaces (assumed)", is_exact=False))
         lines = [line for line in lines if line.name not in count.OF_THE_ENGINE]
-    return tuple(lines)
+    return tuple(count.for_several(line, request.adapters) for line in lines)
 
 
 def _changes(estimate: MemoryEstimate) -> list[tuple[str, Any]]:

@@ -22,6 +22,7 @@ class MemoryRequest:
         spec: how the base is held.
         method: one of `ESTIMATED`. "sft", "dpo" and "kto" make no engine, and DPO has two sequences for every one of
             `batch_size`.
+        adapters: that are held at once, each with gradients, optimizer state and slots of its own (`Adapters`).
         teacher: of "distill", the shape of a second model; `None` where the teacher shares the student's base, or is at
             a server.
         teacher_bytes: the weights of the second model, or of an adapter of the teacher's own.
@@ -83,13 +84,14 @@ class MemoryRequest:
     has_engine: bool = True
     trainer_parts: int = 1
     engine_parts: int = 1
+    adapters: int = 1
     teacher: ModelShape | None = None
     teacher_bytes: int = 0
     teacher_more: int = 0
     teacher_top_k: int = 0
 
     def __post_init__(self) -> None:
-        counts = ("max_length", "batch_size", "sequences", "trainer_parts", "engine_parts")
+        counts = ("max_length", "batch_size", "sequences", "trainer_parts", "engine_parts", "adapters")
         positive = {name: getattr(self, name) for name in counts}
         limits = ("kv_cache_gib", "gpu_memory_gib", "host_memory_gib")
         positive |= {n: v for n in limits if (v := getattr(self, n)) is not None}

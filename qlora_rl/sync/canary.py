@@ -409,18 +409,7 @@ class Canary:
         )
 
     def _compare_held(self, bundle: AdapterBundle) -> None:
-        wanted = {name: digest_bytes(tensor) for name, tensor in bundle.tensors.items() if bool(tensor.any())}
-        held = self.engine.held_adapter(bundle.rank)
-        wrong = sorted(name for name in {*wanted, *held} if wanted.get(name) != held.get(name))
-        if wrong:
-            lost = sum(name not in held for name in wrong)
-            raise CanaryError(
-                f"checking the push: {len(wrong)} of {len(bundle.tensors)} matrices in the engine are not what was "
-                f"pushed ({lost} are missing), first {wrong[0]}. Wrong scaling, a lost layer or an older version would "
-                "look like this; push again.",
-                reasons=wrong,
-                module=module_of(wrong[0]),
-            )
+        compare_held(self.engine, bundle)
 
     def _difference(
         self,
@@ -547,6 +536,26 @@ class Canary:
             last_V = rows_TV[-1].detach().clone()
             last_V[list(never)] = -math.inf
             row.append(int(torch.multinomial(last_V.softmax(-1).cpu(), 1, generator=generator)))
+
+
+def compare_held(engine: RolloutEngine, bundle: AdapterBundle) -> None:
+    """Check that an engine multiplies with this adapter, byte for byte.
+
+    Raises:
+        CanaryError: it does not; names the matrices.
+    """
+    wanted = {name: digest_bytes(tensor) for name, tensor in bundle.tensors.items() if bool(tensor.any())}
+    held = engine.held_adapter(bundle.rank)
+    wrong = sorted(name for name in {*wanted, *held} if wanted.get(name) != held.get(name))
+    if wrong:
+        lost = sum(name not in held for name in wrong)
+        raise CanaryError(
+            f"checking the push: {len(wrong)} of {len(bundle.tensors)} matrices in the engine are not what was "
+            f"pushed ({lost} are missing), first {wrong[0]}. Wrong scaling, a lost layer or an older version would "
+            "look like this; push again.",
+            reasons=wrong,
+            module=module_of(wrong[0]),
+        )
 
 
 def _distance(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> float:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,15 +46,19 @@ class Adapters:
 
     Args:
         max_rank: R that the slots are made for.
+        numbers: of adapters and pushes, shared by all that hold adapters in one engine.
+        slots: of vLLM's that are this object's own; `None` where it has all of them, and vLLM lets go of the one that
+            was used least recently.
     """
 
-    def __init__(self, max_rank: int) -> None:
-        self.max_rank = max_rank
+    def __init__(self, max_rank: int, numbers: Iterator[int] | None = None, slots: int | None = None) -> None:
+        self.max_rank, self.slots = max_rank, slots
+        self._numbers = numbers or itertools.count(1)
+        self._held: list[int] = []  # vLLM's numbers of what is in the slots, where they are this object's own
         self.version = 0
         self._before_sleep: Mapping[str, str] = {}
         self._live: Versions[Served] = Versions()  # the one before, as long as vLLM holds it
         self.is_lost, self._why_lost = False, ""
-        self._ids = self._pushes = 0
         self._slots: AdapterSlots | None = None
         self._slot_requests: tuple[Any, ...] = ()
 
@@ -62,8 +67,16 @@ class Adapters:
         """The adapter that serves; `None` is the bare base."""
         return self._live.newest
 
-    def load(self, llm: LLM, directory: Path, version: int) -> None:
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """vLLM's numbers of what is in the slots that are this object's own."""
+        return tuple(self._held)
+
+    def load(
+        self, llm: LLM, directory: Path, version: int, let_go: Callable[[int], None] = lambda adapter: None
+    ) -> None:
         """Serve a PEFT directory; see `LocalEngine.load_adapter`."""
+        self._make_room(llm, 1, let_go)
         request = self._add(llm, directory, version, f"policy-v{version}")
         self._serve(request, version, lambda: directory)
 
@@ -73,6 +86,7 @@ class Adapters:
         `let_go` returns when nobody samples, or can begin to, with an adapter of that number.
         """
         requests: list[Any] = []
+        self._make_room(llm, 2, let_go)
         rank = int(json.loads((directory / "adapter_config.json").read_text())["r"])
         try:
             for slot in range(2):
@@ -81,7 +95,7 @@ class Adapters:
             places = tuple(llm.collective_rpc("qlora_lend_adapter", args=(key, rank))[0] for key in ids)
         except BaseException:
             for request in requests:
-                _forget(llm, request.lora_int_id)
+                self._forget(llm, request.lora_int_id)
             self._keep_serving(llm)
             raise
         engine = weakref.ref(llm)  # whoever holds slots must not keep an engine alive that was given up
@@ -107,8 +121,8 @@ class Adapters:
 
     def drop(self, llm: LLM) -> None:
         """Serve the bare base."""
-        if self.served is not None:
-            _forget(llm, self.served.request.lora_int_id)
+        for number in self._held or ([] if self.served is None else [self.served.request.lora_int_id]):
+            self._forget(llm, number)
         self._live, self.version, self.is_lost, self._slots = Versions(), 0, False, None
 
     def keep(self) -> None:
@@ -128,6 +142,8 @@ class Adapters:
         if self.served is None:
             return
         recover, self._live, self._slots = self.served.recover, Versions(), None
+        for number in self.numbers:
+            self._forget(llm, number)
         self.withdraw("it was lost when the engine was rebuilt")
         try:
             directory = recover()
@@ -176,13 +192,13 @@ class Adapters:
         from vllm.lora.request import LoRARequest
 
         # A number that vLLM has never seen: it would take one that it knows for the adapter that it has loaded already.
-        self._ids += 1
-        request = LoRARequest(name, self._ids, str(directory))
+        number = next(self._numbers)
+        request = LoRARequest(name, number, str(directory))
         try:
             llm.llm_engine.add_lora(request)
-            lost = compat.unreached_modules(llm, self._ids)
+            lost = compat.unreached_modules(llm, number)
         except BaseException as error:
-            _forget(llm, self._ids)
+            self._forget(llm, number)
             self._keep_serving(llm)
             if not isinstance(error, Exception):
                 raise
@@ -191,7 +207,7 @@ class Adapters:
                 "on serving."
             ) from error
         if lost:
-            _forget(llm, self._ids)
+            self._forget(llm, number)
             self._keep_serving(llm)
             raise SyncError(
                 f"loading adapter version={version} into vLLM: no layer of the engine multiplies with "
@@ -200,7 +216,22 @@ class Adapters:
                 reasons=lost,
                 module=lost[0],
             )
+        if self.slots is not None:
+            self._held.append(number)
         return request
+
+    def _make_room(self, llm: LLM, count: int, let_go: Callable[[int], None]) -> None:
+        """Free some of the slots that are this object's own: vLLM would take the place of another's adapter."""
+        while self.slots is not None and len(self._held) + count > self.slots:
+            let_go(self._held[0])
+            self._forget(llm, self._held[0])
+
+    def _forget(self, llm: LLM, number: int) -> None:
+        """Take an adapter that will not serve out of vLLM, if it got that far."""
+        with contextlib.suppress(ValueError):
+            self._held.remove(number)
+        with contextlib.suppress(Exception):
+            llm.llm_engine.remove_lora(number)
 
     def find(self, version: int, serving: int) -> Served | None:
         """What to sample with as `version`, where the engine serves `serving`; `None` is the bare base.
@@ -226,9 +257,8 @@ class Adapters:
             self._live = self._live.without_before()
 
     def _serve(self, request: Any, version: int, recover: Callable[[], Path]) -> None:
-        self._pushes += 1
         is_same = self.served is not None and self.served.request.lora_int_id == request.lora_int_id
-        live = self._live.with_newest(Served(version, request, f"policy-{self._pushes}", recover))
+        live = self._live.with_newest(Served(version, request, f"policy-{next(self._numbers)}", recover))
         self._live = live.without_before() if is_same else live
         self.version, self.is_lost = version, False
 
@@ -237,9 +267,3 @@ def _without_path(request: Any) -> Any:
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(request.lora_name, request.lora_int_id, f"/written-in-place/{request.lora_name}")
-
-
-def _forget(llm: LLM, adapter_id: int) -> None:
-    """Take an adapter that will not serve out of vLLM, if it got that far."""
-    with contextlib.suppress(Exception):
-        llm.llm_engine.remove_lora(adapter_id)

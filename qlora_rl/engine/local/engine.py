@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import time
@@ -27,7 +28,7 @@ from qlora_rl.engine.options import cache_advice, start_options
 from qlora_rl.engine.sampling import SCORING, check_lengths, holds_nan, sampled, sampling_params
 from qlora_rl.engine.worker.extension import Lending
 from qlora_rl.engine.worker.parallel import IN_PROCESSES, described
-from qlora_rl.errors import EngineClosedError, EngineUnsupportedError
+from qlora_rl.errors import EngineBrokenError, EngineClosedError, EngineUnsupportedError
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,8 @@ class LocalEngine:
         self.base = Path(base)
         self.max_lora_rank = rank_class(max_lora_rank) if max_lora_rank else 0
         self._enable_sleep = enable_sleep
-        self._adapters, self._dense = Adapters(self.max_lora_rank), DenseWeights()
+        self._numbers, self._lanes = itertools.count(1), list[Adapters]()
+        self._adapters, self._dense = Adapters(self.max_lora_rank, self._numbers), DenseWeights()
         self._incarnation = self._repairs = 0
         self._is_broken = self._is_closed = self._is_asleep = False
         self._llm: Any = None
@@ -163,19 +165,43 @@ class LocalEngine:
             adapts_experts=self._start.adapts_experts,
         )
 
-    def score(self, sequences: Sequence[Prompt], *, bare: bool = False) -> list[list[float]]:
+    def lane(self, slots: int = 2) -> Lane:
+        """This engine as one of several policies sees it: `version`, pushes and requests are of that policy alone.
+
+        Requests of all lanes share vLLM's batches, and a push to one lane leaves the others as they are.
+
+        Args:
+            slots: of the engine's `max_loras` that are the lane's until it is closed: 2 for an adapter that is pushed
+                to, 1 for one that is only loaded.
+
+        Raises:
+            EngineUnsupportedError: so many are not free, or the engine itself serves an adapter.
+        """
+        taken = sum(each.slots or 0 for each in self._lanes)
+        if self.version or taken + slots > (room := int(self._options.get("max_loras", 0))):
+            why = f"version {self.version} serves" if self.version else f"max_loras={room} < {taken} + {slots}"
+            raise EngineUnsupportedError(
+                f"opening a lane: {why}. Close another lane, or start the engine with more max_loras."
+            )
+        return Lane(self, slots)
+
+    def score(
+        self, sequences: Sequence[Prompt], *, bare: bool = False, version: int | None = None
+    ) -> list[list[float]]:
         """Natural logs of the probabilities of every token but the first.
 
         Args:
             sequences: token ids, or `ImagePrompt`s.
             bare: under the base alone, whatever adapter serves.
+            version: of the adapter, as `generate` takes it.
 
         Raises:
             PromptTooLongError: a sequence does not fit.
+            VersionGoneError: the engine no longer holds `version`.
         """
         self.wake()
         check_lengths(ids := [token_ids(s) for s in sequences], self._max_model_length)
-        _, outputs = self._run(sequences, sampling_params(SCORING, range(len(ids))), bare=bare)
+        _, outputs = self._run(sequences, sampling_params(SCORING, range(len(ids))), bare=bare, version=version)
         return [
             [entry[token].logprob for token, entry in zip(row[1:], output.prompt_logprobs[1:], strict=True)]
             for row, output in zip(ids, outputs, strict=True)
@@ -278,7 +304,8 @@ class LocalEngine:
         """
         self._ensure_usable()
         self._dense.reject_adapters(self.max_lora_rank)
-        self._adapters.load(self._llm, directory, version)
+        self._reject_beside_lanes()
+        self._adapters.load(self._llm, directory, version, self._finish_calls)
 
     @alone
     def lend_slots(self, directory: Path) -> AdapterSlots:
@@ -289,6 +316,7 @@ class LocalEngine:
         """
         self._ensure_usable()
         self._dense.reject_adapters(self.max_lora_rank)
+        self._reject_beside_lanes()
         return self._adapters.lend(self._llm, directory, self._finish_calls)
 
     @alone
@@ -361,7 +389,8 @@ class LocalEngine:
         self._finish_calls()
         if not compat.may_sleep(lends=(lends := bool(self.borrowers.alive()))):
             return self._stay_awake(f"vLLM {self._vllm_version} cannot keep lent weights and sleep")
-        self._adapters.before_sleep(self._llm)
+        for each in (self._adapters, *self._lanes):
+            each.before_sleep(self._llm)
         compat.release_kv_cache(self._llm) if lends else self._llm.sleep(level=1)
         self._is_asleep = True
 
@@ -378,6 +407,8 @@ class LocalEngine:
             self._is_asleep = False
             self._incarnation += 1
             self._adapters.after_wake(self._llm)
+            for each in self._lanes:
+                each.after_wake(self._llm)
 
     @alone
     def close(self, *, force: bool = False) -> None:
@@ -447,13 +478,19 @@ class LocalEngine:
         if self._is_broken:
             logger.warning("rebuilding the engine after a failure; version %d is loaded again", self.version)
             if self._llm is not None:
-                self._adapters.keep()
+                for each in (self._adapters, *self._lanes):
+                    each.keep()
             self._tear_down()
             if self._options["enable_sleep_mode"] and compat.held_for_sleep():
                 self._stay_awake("tensors of the engine before are in use, and vLLM's sleep mode takes one engine")
             self._build()
             self._dense.rebuilt()
             self._adapters.load_again(self._llm)
+            for each in self._lanes:
+                try:
+                    each.load_again(self._llm)
+                except EngineBrokenError as error:  # whoever asks that lane is told
+                    logger.warning("%s", error)
 
     def _run(
         self, asked: Sequence[Prompt], params: list[Any], *, bare: bool = False, version: int | None = None
@@ -502,3 +539,67 @@ class LocalEngine:
 
     def _break(self) -> None:
         self._is_broken = True
+
+    def _reject_beside_lanes(self) -> None:
+        if self._lanes:
+            raise EngineUnsupportedError(
+                f"pushing an adapter: the engine's slots belong to {len(self._lanes)} lanes. Push to one of them, or "
+                "close them."
+            )
+
+
+class Lane(LocalEngine):
+    """What one of several policies sees of an engine: versions and slots of its own; all else is the engine's.
+
+    `LocalEngine.lane` makes it. Closing it frees its slots, and leaves the engine running.
+    """
+
+    def __init__(self, engine: LocalEngine, slots: int) -> None:
+        adapters = Adapters(engine.max_lora_rank, engine._numbers, slots)
+        vars(self).update(_engine=engine, _adapters=adapters)
+        engine._lanes.append(adapters)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_engine"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(vars(self)["_engine"], name, value)
+
+    def lane(self, slots: int = 2) -> Lane:
+        """Another lane of the same engine."""
+        return self._engine.lane(slots)
+
+    def load_dense(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> int:
+        """Full weights are the engine's own.
+
+        Raises:
+            EngineUnsupportedError: always.
+        """
+        raise EngineUnsupportedError("loading weights: a lane takes adapters. Load them into an engine without lanes.")
+
+    def sleep(self) -> None:
+        """The engine's: all lanes sleep together."""
+        self._engine.sleep()
+
+    def wake(self) -> None:
+        """The engine's."""
+        self._engine.wake()
+
+    @alone
+    def close(self, *, force: bool = False) -> None:
+        """Free the slots, once what is generated with them is done; harmless when repeated."""
+        if self._adapters not in self._engine._lanes:
+            return
+        self._engine._lanes.remove(self._adapters)
+        if self._llm is not None and not self._is_broken:
+            for adapter in self._adapters.numbers:
+                self._finish_calls(adapter)
+            self._adapters.drop(self._llm)
+
+    def _ensure_usable(self) -> None:
+        if self._adapters not in self._engine._lanes:  # its version is 0 now, and the bare base is another policy
+            raise EngineClosedError("using a lane: it was closed. Open another one.")
+        self._engine._ensure_usable()
+
+    def _reject_beside_lanes(self) -> None:
+        """It is one."""

@@ -116,7 +116,7 @@ def serve(
     check_wish(base_compute)
     bundle = None if adapter is None else _with_room(read_adapter(adapter, base), adapter, options)
     key_path = Path(api_key_file) if api_key_file is not None else None
-    _check_host(host, key_path)
+    check_host(host, key_path)
     _prepare_environment()
     with contextlib.ExitStack() as stack:
         sweep(default_root(), "qlora-rl-serving-*")  # all of this name are locked while they live
@@ -134,7 +134,7 @@ def serve(
         key_path, key = read_or_make_key(key_path or own / "api-key")
         store = AdapterStore(check_adapter_dir(own / "adapters" if adapter_dir is None else Path(adapter_dir)))
         stack.callback(store.close)
-        sock = _bind(host, port)
+        sock = bind(host, port)
         stack.callback(sock.close)
         url = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
         if write_ends(Path(base), ends, own):
@@ -161,7 +161,8 @@ def _with_room(bundle: AdapterBundle, adapter: object, options: dict[str, Any]) 
     return bundle
 
 
-def _check_host(host: str, key_path: Path | None) -> None:
+def check_host(host: str, key_path: Path | None) -> None:
+    """Raise ConfigConflictError where a server would be open to other machines without a key that somebody chose."""
     if host not in LOOPBACK and (key_path is None or not key_path.is_file()):
         raise ConfigConflictError(
             f"starting the server: host={host!r} can be reached from other machines, and no key was given. Write one "
@@ -323,15 +324,15 @@ def _measure(policy: Any) -> None:
             Gauge(f"qlora_rl_policy_{name}", text, registry=REGISTRY).set_function(read)
 
 
-def read_or_make_key(path: Path) -> tuple[Path, str]:
-    """The key in a file; a new one is written where there is no such file.
+def read_or_make_key(path: Path, prefix: str = "") -> tuple[Path, str]:
+    """The key in a file; a new one, which begins with `prefix`, is written where there is no such file.
 
     Raises:
         ConfigConflictError: others can read it, we cannot read or write it, or it holds no key.
     """
     try:
         if not path.exists():
-            key = secrets.token_urlsafe(32)
+            key = prefix + secrets.token_urlsafe(32)
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                 file.write(key + "\n")
@@ -341,10 +342,11 @@ def read_or_make_key(path: Path) -> tuple[Path, str]:
         key = path.read_text(errors="replace").strip()
     except OSError as error:
         raise ConfigConflictError(f"reading the key: {path}: {error.strerror}. Pass another --api-key-file.") from error
-    if len(key) < 16 or not key.isascii() or any(letter.isspace() for letter in key):
+    if len(key) < 16 or not key.isascii() or any(letter.isspace() for letter in key) or not key.startswith(prefix):
+        begins = f", beginning with {prefix!r}" if prefix else ""
         raise ConfigConflictError(
-            f"reading the key: {path} holds no key of at least 16 ASCII characters without spaces. Remove it, and one "
-            "is made."
+            f"reading the key: {path} holds no key of at least 16 ASCII characters without spaces{begins}. Remove it, "
+            "and one is made."
         )
     return path, key
 
@@ -374,7 +376,12 @@ def check_adapter_dir(path: Path) -> Path:
     return path.resolve()
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int) -> socket.socket:
+    """A socket to listen on; port 0 takes a free one.
+
+    Raises:
+        ConfigConflictError: the port is taken.
+    """
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

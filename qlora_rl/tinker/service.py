@@ -1,0 +1,532 @@
+"""`Service`: requests of many clients, in order for each model and in turns between clients.
+
+One thread trains: a micro-batch of whoever was served least recently, so that neither a long request nor a client with
+many of them holds up another's step. A few threads sample; what they ask shares vLLM's batches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import shutil
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from qlora_rl.contracts import Rollout, SamplingSpec
+from qlora_rl.errors import (
+    ConfigConflictError,
+    EngineBrokenError,
+    EngineClosedError,
+    QloraRLError,
+    SyncError,
+    VersionGoneError,
+)
+from qlora_rl.locks import hold
+from qlora_rl.tinker.journal import Journal, Row, metadata_of
+from qlora_rl.tinker.messages import PassRequest, pack_passed, pack_sampled
+from qlora_rl.train.adapters import Adapters
+from qlora_rl.train.scoring.losses import TokenLoss
+
+logger = logging.getLogger(__name__)
+
+KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+# Samplers of one model that nobody has named; older ones go.
+KEPT_SAMPLERS = 8
+# Results of sampling that wait to be fetched.
+_RESULTS = 4096
+# Until a request is given up because one with a smaller number has not come.
+GAP_S = 60.0
+_SAMPLING_THREADS = 16
+
+Result = tuple[str, bytes]
+"""A form ("json", "proto", "failed") and what is sent."""
+
+
+@dataclass(eq=False)
+class _Line:
+    """The requests of one model that wait.
+
+    Attributes:
+        name: of its adapter while that is in memory; another one each time, so that nothing takes it for the one
+            before.
+        done: number of the last request that is over.
+        current: the one that is computed, micro-batch by micro-batch.
+        served: when it had its last turn, in turns.
+    """
+
+    id: str
+    session: str
+    done: int = -1
+    name: str = ""
+    waiting: dict[int, str] = field(default_factory=dict)
+    current: Iterator[Result | None] | None = None
+    served: int = 0
+    gap_since: float = 0.0
+
+
+class Service:
+    """What the routes ask.
+
+    Args:
+        adapters: on the base.
+        root: directory of the journal and of everything that is saved; one server's at a time.
+        model_name: that clients call the base.
+        every: optimizer steps from one saved state to the next; those behind the last one are computed again after the
+            server was killed.
+    """
+
+    def __init__(self, adapters: Adapters, root: Path, model_name: str, every: int = 1) -> None:
+        self.adapters, self.root, self.model_name, self.every = adapters, root, model_name, every
+        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._lock = hold(root)
+        self.journal = Journal(root / "journal.sqlite")
+        self._changed = threading.Condition(threading.RLock())
+        self._lines: dict[str, _Line] = {}
+        self._futures: dict[tuple[str, int], Future[Result]] = {}
+        self._sampled: OrderedDict[str, tuple[str, Future[Result]]] = OrderedDict()
+        self._to_sample: dict[str, list[tuple[Future[Result], Any]]] = {}
+        self._asked: dict[str, int] = {}
+        self._live: dict[str, tuple[str, int]] = {}  # what a directory holds: name of its adapter, and version
+        self._turns, self._is_closed = 0, False
+        self._recall()
+        self._threads = [threading.Thread(target=self._train, name="tinker-train", daemon=True)]
+        self._threads += [
+            threading.Thread(target=self._sample_all, name=f"tinker-sample-{i}", daemon=True)
+            for i in range(_SAMPLING_THREADS)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _recall(self) -> None:
+        """Take up what a server before has left; remove what it had not finished writing."""
+        models = self.journal.rows("models")
+        for model in models:
+            line = self._lines[model["id"]] = _Line(model["id"], model["session"], model["done"])
+            for row in self.journal.rows("requests", order="seq", model=model["id"], state="waiting"):
+                if row["seq"] > line.done:
+                    line.waiting[row["seq"]] = row["kind"]
+                    self._futures[model["id"], row["seq"]] = Future()
+        known = {row["directory"] for table in ("saved", "samplers") for row in self.journal.rows(table)}
+        known |= {model["state"] for model in models}
+        for place in (self.root / "stored").glob("*"):
+            if place.name not in known:
+                shutil.rmtree(place, ignore_errors=True)
+
+    # What clients ask, in threads of the server.
+
+    def begin_session(self, owner: str, metadata: Any) -> str:
+        """A new session of the client that has this key."""
+        session = secrets.token_hex(8)
+        self.journal.put("sessions", id=session, owner=owner)
+        return session
+
+    def session(self, session: str, owner: str) -> Row:
+        """A session of this client.
+
+        Raises:
+            LookupError: it has none of that name.
+        """
+        return self._known("sessions", "session", id=session, owner=owner)
+
+    def model(self, model: str, owner: str) -> Row:
+        """A model of this client.
+
+        Raises:
+            LookupError: it has none of that name.
+        """
+        return self._known("models", "model", id=model, owner=owner)
+
+    def sampler(self, sampler: str, owner: str) -> Row:
+        """A sampling session of this client.
+
+        Raises:
+            LookupError: it has none of that name.
+        """
+        return self._known("samplers", "sampling session", id=sampler, owner=owner)
+
+    def saved(self, path: str, owner: str) -> Row:
+        """Saved weights of this client, by their tinker path, which is compared as a whole and never a file's.
+
+        Raises:
+            LookupError: it has none of that path, or they have expired.
+        """
+        found = self._known("saved", "checkpoint", path=path, owner=owner)
+        if found["expires"] and found["expires"] < time.time():
+            self.forget(found)
+            raise LookupError(f"there is no checkpoint {path!r} of yours any more: it has expired")
+        return found
+
+    def _known(self, table: str, noun: str, **where: Any) -> Row:
+        if (found := self.journal.row(table, **where)) is None:
+            raise LookupError(f"there is no {noun} {next(iter(where.values()))!r} of yours")
+        return found
+
+    def forget(self, saved: Row) -> None:
+        """Remove saved weights."""
+        self.journal.remove("saved", path=saved["path"])
+        if not self.journal.rows("samplers", directory=saved["directory"]):
+            shutil.rmtree(self.root / "stored" / saved["directory"], ignore_errors=True)
+
+    def create(self, session: str, owner: str, number: int, kind: str, body: bytes, metadata: Any) -> tuple[str, int]:
+        """Note a new model, as its request 0 says; its name, which is known before it is made."""
+        self.session(session, owner)
+        model = f"{session}:train:{number}"
+        self.journal.put("models", id=model, session=session, owner=owner, metadata=metadata_of(metadata))
+        return self.submit(model, owner, 0, kind, body)
+
+    def submit(
+        self, model: str, owner: str, seq: int, kind: str, body: bytes, same: bytes | None = None
+    ) -> tuple[str, int]:
+        """Note a request of a model, as `Journal.submit` does; it is on disk when this returns.
+
+        Raises:
+            LookupError: there is no such model of this client.
+            ConfigConflictError: its number is none, or another one's.
+        """
+        if not 0 <= seq < 2**31 or (seq == 0) != (kind in ("create_model", "open_model")):
+            raise ConfigConflictError(f"taking a request: seq_id={seq} is no number of a {kind}.")
+        found = self.model(model, owner)
+        with self._changed:
+            is_new = self.journal.submit(model, seq, kind, body, same)
+            line = self._lines.setdefault(model, _Line(model, found["session"]))
+            if is_new and seq <= line.done:
+                _, why = _failed(f"taking a request: request {line.done} of this model is over already.", "user")
+                fields = {"state": "failed", "form": "failed", "result": why}
+                self.journal.change("requests", {"model": model, "seq": seq}, **fields)
+            if (model, seq) not in self._futures and seq > line.done:
+                self._futures[model, seq] = Future()
+                line.waiting[seq] = kind
+                self._changed.notify_all()
+        return model, seq
+
+    def future(self, request: str, owner: str) -> Future[Result]:
+        """What comes of a request, by the number that was given to it.
+
+        Raises:
+            LookupError: there is no such request of this client; sampling is forgotten when the server ends.
+        """
+        if request in self._sampled:
+            whose, future = self._sampled[request]
+            if whose == owner:
+                return future
+        model, _, seq = request.rpartition("#")
+        if not seq.isdecimal() or len(seq) > 10:
+            raise LookupError(f"there is no request {request!r} of yours")
+        self.model(model, owner)
+        with self._changed:
+            if (future := self._futures.get((model, int(seq)))) is not None:
+                return future
+        row = self._known("requests", "request", model=model, seq=int(seq))
+        found: Future[Result] = Future()
+        found.set_result(("failed" if row["state"] == "failed" else row["form"], row["result"]))
+        return found
+
+    def open_sampler(self, session: str, owner: str, number: int, path: str | None) -> str:
+        """A sampling session of saved weights, or of the base."""
+        self.session(session, owner)
+        saved = None if path is None else self.saved(path, owner)
+        self._add_sampler(f"{session}:sample:{number}", session, owner, saved, path or "")
+        return f"{session}:sample:{number}"
+
+    def _add_sampler(self, sampler: str, session: str, owner: str, saved: Row | None, path: str) -> None:
+        about = {"model": "", "directory": ""} if saved is None else saved
+        fields = {"model": about["model"], "directory": about["directory"], "path": path}
+        self.journal.put("samplers", id=sampler, session=session, owner=owner, **fields)
+
+    def sample(self, sampler: str, owner: str, seq: int, asked: Any) -> str:
+        """Have something sampled; asked again with the same number, it is the same."""
+        found = self.sampler(sampler, owner)
+        request = f"{sampler}#{seq}"
+        with self._changed:
+            if request not in self._sampled:
+                future: Future[Result] = Future()
+                self._sampled[request] = owner, future
+                while len(self._sampled) > _RESULTS and next(iter(self._sampled.values()))[1].done():
+                    self._sampled.popitem(last=False)
+                self._to_sample.setdefault(found["session"], []).append((future, (found, asked)))
+                self._changed.notify_all()
+        return request
+
+    # Sampling.
+
+    def _sample_all(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._to_sample or self._is_closed):
+                    self._changed.wait()
+                if self._is_closed:
+                    return
+                session = min(self._to_sample, key=lambda each: self._asked.get(each, 0))
+                self._turns += 1
+                self._asked[session] = self._turns
+                future, (sampler, asked) = self._to_sample[session].pop(0)
+                if not self._to_sample[session]:
+                    del self._to_sample[session]
+            future.set_result(self._result_of(lambda s=sampler, a=asked: self._sample(s, a)))
+
+    def _sample(self, sampler: Row, asked: Any) -> Result:
+        prompt, sampling = asked.prompt_ids(), asked.spec(self.adapters.max_model_length)
+        rollout = self._from(sampler, lambda **of: self._rollout([prompt] * asked.num_samples, sampling, **of))
+        scored = None
+        if asked.prompt_logprobs:
+            scores = self._from(sampler, lambda **of: self.adapters.score([prompt], **of))[0]
+            first = max(0, len(scores) - (asked.prompt_logprobs_last_n or len(scores)))
+            scored = [float("nan")] * (first + 1) + scores[first:]
+        return "proto", pack_sampled(rollout, scored)
+
+    def _rollout(self, prompts: Sequence[Any], sampling: SamplingSpec, **of: Any) -> Rollout:
+        if "directory" in of:
+            return self.adapters.sample_saved(of["directory"], prompts, sampling)
+        name = of.get("name")
+        return self.adapters.sample({name: prompts}, sampling, version=of.get("version"))[name]
+
+    def _from(self, sampler: Row, ask: Any) -> Any:
+        """Ask with the sampler's adapter where the engine holds that version, else out of its directory."""
+        if not sampler["directory"]:
+            return ask()
+        name, version = self._live.get(sampler["directory"], ("", 0))
+        if name in self.adapters:
+            with contextlib.suppress(VersionGoneError, ConfigConflictError, EngineBrokenError, EngineClosedError):
+                return ask(name=name, version=version)
+        directory = self.root / "stored" / sampler["directory"]
+        if not directory.is_dir():
+            raise ConfigConflictError(
+                f"sampling: the weights of {sampler['id']} are gone: of samplers without a name the newest "
+                f"{KEPT_SAMPLERS} of a model are kept. Use save_weights_for_sampler(name)."
+            )
+        return ask(directory=directory)
+
+    def _result_of(self, work: Any) -> Result:
+        try:
+            return work()
+        except (QloraRLError, LookupError, ValueError) as error:
+            is_ours = isinstance(error, EngineBrokenError | SyncError)
+            return _failed(str(error), "server" if is_ours else "user")
+        except Exception as error:
+            logger.exception("a request failed")
+            return _failed(f"{type(error).__name__}: {error}", "server")
+
+    # Training, in its thread.
+
+    def _train(self) -> None:
+        while (line := self._next()) is not None:
+            self._turns += 1
+            line.served = self._turns
+            self._advance(line)
+
+    def _next(self) -> _Line | None:
+        """The line whose turn it is: of the client, and then of the model, that was served least recently."""
+        with self._changed:
+            while not self._is_closed:
+                ready = [line for line in self._lines.values() if self._is_ready(line)]
+                if ready:
+                    last = {line.session: 0 for line in ready}
+                    for line in self._lines.values():
+                        if line.session in last:
+                            last[line.session] = max(last[line.session], line.served)
+                    return min(ready, key=lambda line: (last[line.session], line.served))
+                self._changed.wait(1.0)
+            return None
+
+    def _is_ready(self, line: _Line) -> bool:
+        if line.current is not None:
+            return True
+        if not line.waiting:
+            return False
+        if line.done + 1 not in line.waiting:
+            line.gap_since = line.gap_since or time.monotonic()
+            return time.monotonic() - line.gap_since > GAP_S
+        line.gap_since = 0.0
+        return bool(line.name) or self._has_room()
+
+    def _has_room(self) -> bool:
+        held = [line for line in self._lines.values() if line.name]
+        return len(held) < self.adapters.max_adapters or any(line.current is None for line in held)
+
+    def _advance(self, line: _Line) -> None:
+        with self._changed:
+            seq = line.done + 1
+            if seq not in line.waiting:
+                seq = min(line.waiting)
+                lost = f"request {line.done + 1} of this model has not come for {GAP_S:.0f} s"
+                return self._end(line, seq, _failed(f"taking a request: {lost}, and this one follows it.", "user"))
+            if line.current is None:
+                line.current = self._work(line, seq, line.waiting[seq])
+        found = self._result_of(lambda: next(line.current))
+        if found is not None:
+            self._end(line, seq, found)
+
+    def _end(self, line: _Line, seq: int, result: Result) -> None:
+        form, content = result
+        if line.done < seq:  # `_keep` has not written it together with the state
+            self.journal.finish(line.id, seq, "failed" if form == "failed" else "done", form, content)
+        with self._changed:
+            line.done, line.current, line.gap_since = seq, None, 0.0
+            if line.name not in self.adapters:  # it could not be made
+                line.name = ""
+            line.waiting.pop(seq, None)
+            self._futures.pop((line.id, seq)).set_result(result)
+
+    def _work(self, line: _Line, seq: int, kind: str) -> Iterator[Result | None]:
+        """A request, with `None` where others may have a turn, and its result."""
+        row = self._known("requests", "request", model=line.id, seq=seq)
+        body = row["body"]
+        if kind == "create_model":
+            asked = json.loads(body)
+            self._admit(line)
+            self.adapters.create(line.name, **asked["adapter"])
+            yield self._keep(line, seq, {"model_id": line.id, "type": kind}, rank=asked["adapter"]["rank"])
+            return
+        if kind == "open_model":
+            yield self._open(line, seq, json.loads(body))
+            return
+        yield from self._in_memory(line)
+        if kind == "pass":
+            yield from self._pass(line, PassRequest.parse(body))
+        elif kind == "optim_step":
+            made = self.adapters.optim_step(line.name, **json.loads(body))
+            result = {"metrics": {"grad_norm": made["grad_norm"], "step": made["step"]}}
+            is_due = made["step"] % self.every == 0
+            yield self._keep(line, seq, result) if is_due else _as_json(result)
+        elif kind == "load_weights":
+            asked = json.loads(body)
+            saved = self.saved(asked["path"], self._owner(line))
+            self.adapters.load(line.name, self.root / "stored" / saved["directory"], optimizer=asked["optimizer"])
+            yield self._keep(line, seq, {"path": asked["path"], "model_id": line.id, "type": kind})
+        else:
+            yield _as_json(self._save(line, seq, kind, json.loads(body)))
+
+    def _pass(self, line: _Line, asked: PassRequest) -> Iterator[Result | None]:
+        loss = TokenLoss(asked.loss, asked.config)
+        for found in self.adapters.passes(line.name, asked.rows(), loss, backward=not asked.forward_only):
+            if found is None:
+                yield None
+            else:
+                yield "proto", pack_passed(found.logprobs, {"loss:sum": found.loss})
+
+    def _open(self, line: _Line, seq: int, asked: Row) -> Result:
+        saved = self.saved(asked["path"], self._owner(line))
+        self._admit(line)
+        directory = self.root / "stored" / saved["directory"]
+        self.adapters.open(line.name, directory, optimizer=asked["optimizer"])
+        rank = self.journal.rows("models", id=saved["model"])[0]["rank"]
+        return self._keep(line, seq, {"path": asked["path"], "model_id": line.id, "type": "load_weights"}, rank=rank)
+
+    def _owner(self, line: _Line) -> str:
+        return str(self.journal.rows("models", id=line.id)[0]["owner"])
+
+    def _save(self, line: _Line, seq: int, kind: str, asked: Row) -> Row:
+        model = self.journal.rows("models", id=line.id)[0]
+        name = asked["name"] or f"unnamed-{seq}"
+        path = f"tinker://{line.id}/{kind}/{name}"
+        known = self.journal.row("saved", path=path)
+        if known is not None and known["seq"] != seq and not asked.get("overwrite"):
+            raise ConfigConflictError(f"saving: there is a {path} already. Use another name, or overwrite=True.")
+        version = self.adapters.push(line.name).version if kind == "sampler_weights" else 0
+        directory, size = self._store(line, optimizer=kind == "weights")
+        if known is not None:  # of this request, before the server was killed, or to be overwritten
+            self.forget(known)
+        ttl = asked.get("ttl_seconds")
+        about = {"kind": kind, "seq": seq, "directory": directory, "size": size, "made": time.time()}
+        about |= {"expires": time.time() + ttl if ttl else 0.0, "metadata": metadata_of(asked.get("user_metadata"))}
+        self.journal.put("saved", path=path, owner=model["owner"], model=line.id, **about)
+        if kind != "sampler_weights":
+            return {"path": path, "type": f"save_{kind}".replace("external_weights", "weights_external")}
+        self._live[directory] = line.name, version
+        if (number := asked.get("sampler")) is None:
+            return {"path": path, "type": "save_weights_for_sampler"}
+        sampler = f"{line.session}:sample:{number}"
+        self._add_sampler(sampler, line.session, model["owner"], {"model": line.id, "directory": directory}, "")
+        self.journal.remove("saved", path=path)  # it has no path that a client knows
+        self._retire(line)
+        return {"sampling_session_id": sampler, "type": "save_weights_for_sampler"}
+
+    def _retire(self, line: _Line) -> None:
+        unnamed = [row for row in self.journal.rows("samplers", model=line.id) if not row["path"]]
+        for row in unnamed[:-KEPT_SAMPLERS]:
+            shutil.rmtree(self.root / "stored" / row["directory"], ignore_errors=True)
+            self._live.pop(row["directory"], None)
+
+    def _store(self, line: _Line, *, optimizer: bool) -> tuple[str, int]:
+        """Write an adapter into a directory of its own: its name, and bytes."""
+        name = secrets.token_hex(8)
+        path = self.adapters.save(line.name, self.root / "stored" / name, optimizer=optimizer)
+        for file in path.iterdir():
+            with file.open("rb") as written:
+                os.fsync(written)
+        return name, sum(file.stat().st_size for file in path.iterdir())
+
+    def _keep(self, line: _Line, seq: int, result: Row, rank: int | None = None) -> Result:
+        """Save the model's state, and note it together with the result of the request that has made it."""
+        before = self.journal.rows("models", id=line.id)[0]["state"]
+        directory, _ = self._store(line, optimizer=True)
+        if rank is not None:
+            self.journal.change("models", {"id": line.id}, rank=rank)
+        form, content = _as_json(result)
+        self.journal.finish(line.id, seq, "done", form, content, saved=directory)
+        line.done = seq
+        if before:
+            shutil.rmtree(self.root / "stored" / before, ignore_errors=True)
+        return form, content
+
+    def _admit(self, line: _Line) -> None:
+        """Make room for a model in memory, and name its adapter."""
+        held = [each for each in self._lines.values() if each.name]
+        if len(held) >= self.adapters.max_adapters:
+            idle = min((each for each in held if each.current is None), key=lambda each: each.served)
+            name, idle.name = idle.name, ""  # all that it is, is on disk
+            self.adapters.drop(name)
+        line.name = f"{line.id}@{secrets.token_hex(4)}"
+
+    def _in_memory(self, line: _Line) -> Iterator[None]:
+        """Have a model in memory, as it was after its last request."""
+        if line.name:
+            return
+        model = self.journal.rows("models", id=line.id)[0]
+        if not model["state"]:
+            raise ConfigConflictError(f"using the model {line.id}: it was not made, see its first request.")
+        self._admit(line)
+        try:
+            self.adapters.open(line.name, self.root / "stored" / model["state"])
+            for row in self.journal.rows("requests", order="seq", model=line.id, state="done"):
+                if model["applied"] < row["seq"] <= model["done"]:
+                    yield from self._again(line, row)
+        except BaseException:
+            name, line.name = line.name, ""
+            if name in self.adapters:
+                self.adapters.drop(name)
+            raise
+
+    def _again(self, line: _Line, row: Row) -> Iterator[None]:
+        """What a request has done to the weights and gradients, which are in no saved state."""
+        if row["kind"] == "optim_step":
+            self.adapters.optim_step(line.name, **json.loads(row["body"]))
+        elif row["kind"] == "pass" and not (asked := PassRequest.parse(row["body"])).forward_only:
+            yield from (None for _ in self._pass(line, asked))
+
+    def close(self) -> None:
+        """End the threads; what has not been computed is, when the server is started again."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self.adapters.engine.cancel()
+        for thread in self._threads:
+            thread.join()
+        self.journal.close()
+
+
+def _as_json(content: Row) -> Result:
+    return "json", json.dumps(content).encode()
+
+
+def _failed(message: str, category: str) -> Result:
+    return "failed", json.dumps({"error": message, "category": category}).encode()

@@ -1,0 +1,340 @@
+"""Many adapters on one base, without a trainer: what is computed is what the definitions say, and nothing is mixed
+up."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from peft import PeftModel
+from support import make_model
+
+from qlora_rl import (
+    Adapters,
+    ConfigConflictError,
+    EngineUnsupportedError,
+    TrainingRow,
+    bake_base,
+    load_base,
+    prepare_base,
+)
+from qlora_rl.adapter.several import OPTIMIZER
+from qlora_rl.train.scoring.losses import LOSSES, TokenLoss
+
+OPTIONS = {"max_model_length": 64, "max_num_seqs": 64, "max_rank": 8}
+SAMPLED = {"max_tokens": 10, "temperature": 1.0, "seed": 3}
+PROMPTS = [[40 + i, 41, 42, 43 + i] for i in range(3)]
+
+
+@pytest.fixture(scope="module")
+def float32(tmp_path_factory):
+    """What the codes of a tiny 4-bit base stand for, in float32: vLLM multiplies 4-bit weights in 16 bits alone."""
+    return bake_base(prepare_base(make_model(tmp_path_factory.mktemp("float32") / "model")), "float32")
+
+
+@pytest.fixture(scope="module")
+def exact(float32):
+    with Adapters(float32, max_adapters=3, max_saved=1, tokens=40, share_base=False, **OPTIONS) as adapters:
+        yield adapters
+
+
+@pytest.fixture(scope="module")
+def eight(base):
+    with Adapters(base, max_adapters=8, **OPTIONS) as adapters:
+        for number in range(8):
+            adapters.create(f"p{number}", rank=2 + number % 3, seed=number)
+            moved(adapters, f"p{number}", seed=number)
+            adapters.push(f"p{number}")
+        yield adapters
+
+
+@pytest.fixture(autouse=True)
+def adapters_go(request):
+    yield
+    if "exact" in request.fixturenames:
+        for name in request.getfixturevalue("exact"):
+            request.getfixturevalue("exact").drop(name)
+
+
+def rows_of(seed=0, count=5, longest=30):
+    """Rows of several lengths, with all that any loss takes."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for length in torch.randint(3, longest, (count,), generator=generator).tolist():
+        ids = torch.randint(2, 128, (length + 1,), generator=generator).tolist()
+        found.append(
+            TrainingRow(
+                ids[:-1],
+                ids[1:],
+                {
+                    "weights": torch.rand(length, generator=generator).tolist(),
+                    "logprobs": (-6 * torch.rand(length, generator=generator)).tolist(),
+                    "advantages": torch.randn(length, generator=generator).tolist(),
+                },
+            )
+        )
+    return found
+
+
+def moved(adapters, name, seed=0, steps=3):
+    """A few steps away from the start, where B is zero."""
+    for step in range(steps):
+        adapters.forward_backward(name, rows_of(seed=100 * seed + step), "cross_entropy")
+        adapters.optim_step(name, learning_rate=1e-2)
+
+
+def written_out(loss, new, row, low=0.8, high=1.2, beta=0.05):
+    """Tinker's documentation, line by line, for one row: logprobs of the targets [T], with gradients."""
+    weights, old, advantages = (torch.tensor(row.inputs[name]) for name in ("weights", "logprobs", "advantages"))
+    ratio = torch.exp(new - old)
+    if loss == "cross_entropy":
+        return (-new * weights).sum()
+    if loss == "importance_sampling":
+        return -(ratio * advantages).sum()
+    if loss == "ppo":
+        return -torch.min(ratio * advantages, ratio.clamp(low, high) * advantages).sum()
+    if loss == "cispo":
+        return -(ratio.clamp(low, high).detach() * new * advantages).sum()
+    return -(new * advantages - 0.5 * beta * (new - old) ** 2).sum()
+
+
+def by_itself(base, directory, rows, loss, **config):
+    """Loss, logprobs and gradients of a PeftModel of its own copy of the base, one row at a time, by plain logits."""
+    model = PeftModel.from_pretrained(load_base(base), directory, is_trainable=True)
+    total, found = 0.0, []
+    for row in rows:
+        logits_TV = model(input_ids=torch.tensor([list(row.tokens)])).logits[0].float()
+        new_T = logits_TV.log_softmax(-1).gather(1, torch.tensor(list(row.targets))[:, None])[:, 0]
+        value = written_out(loss, new_T, row, **config)
+        value.backward()
+        total, found = total + value.item(), [*found, new_T.detach()]
+    gradients = {n.replace(".default", ""): p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return total, found, gradients
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_loss_logprobs_and_gradients_are_those_of_the_definitions(exact, float32, tmp_path, loss):
+    exact.create("one", rank=4, seed=1)
+    moved(exact, "one")
+    rows = rows_of(seed=7)
+    config = {"clip_low_threshold": 0.5, "clip_high_threshold": 3.0} if loss in ("ppo", "cispo") else {}
+    found = exact.forward_backward("one", rows, loss, **config)
+    exact.save("one", tmp_path / "one")
+    total, logprobs, gradients = by_itself(
+        float32, tmp_path / "one", rows, loss, **{key.split("_")[1]: value for key, value in config.items()}
+    )
+    assert found.loss == pytest.approx(total, rel=1e-5)
+    for ours, theirs in zip(found.logprobs, logprobs, strict=True):
+        torch.testing.assert_close(torch.tensor(ours), theirs, rtol=1e-5, atol=1e-5)
+    mine = exact.gradients("one")
+    assert mine.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        assert (mine[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+    assert exact.forward("one", rows, loss, **config).loss == pytest.approx(found.loss, rel=1e-6)
+
+
+def test_a_function_of_logprobs_has_the_gradients_of_the_loss_it_spells_out(exact):
+    exact.create("one", rank=4, seed=1)
+    moved(exact, "one")
+    rows = rows_of(seed=8)
+    told = exact.forward_backward("one", rows, "ppo")
+    wanted = {name: gradient.clone() for name, gradient in exact.gradients("one").items()}
+    exact._loras.take_gradients(exact._of("one").key)
+    custom = lambda rows, new: sum(written_out("ppo", each, row) for each, row in zip(new, rows, strict=True))  # noqa: E731
+    found = exact.forward_backward("one", rows, custom)
+    assert found.loss == pytest.approx(told.loss, rel=1e-5)
+    for name, gradient in exact.gradients("one").items():
+        assert (gradient - wanted[name]).norm() <= 1e-5 * wanted[name].norm()
+
+
+def test_steps_are_those_of_torchs_adamw_and_gradients_of_several_calls_add_up(exact, float32, tmp_path):
+    exact.create("one", rank=4, seed=1)
+    moved(exact, "one")
+    exact.save("one", tmp_path / "before", optimizer=False)
+    model = PeftModel.from_pretrained(load_base(float32), tmp_path / "before", is_trainable=True)
+    trained = {n.replace(".default", ""): p for n, p in model.named_parameters() if p.requires_grad}
+    adam = {"beta1": 0.8, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.1}
+    optimizer = torch.optim.AdamW(trained.values(), lr=1e-3, betas=(0.8, 0.9), eps=1e-8, weight_decay=0.1)
+    exact.create("two", rank=4, seed=5)
+    exact.load("two", tmp_path / "before", optimizer=False)
+    for step in range(3):
+        rows = rows_of(seed=20 + step, count=4)
+        exact.forward_backward("two", rows[:1], "cross_entropy")
+        exact.forward_backward("two", rows[1:], "cross_entropy")
+        made = exact.optim_step("two", learning_rate=1e-3, grad_clip_norm=0.5, **adam)
+        optimizer.zero_grad()
+        for row in rows:
+            logits_TV = model(input_ids=torch.tensor([list(row.tokens)])).logits[0].float()
+            new_T = logits_TV.log_softmax(-1).gather(1, torch.tensor(list(row.targets))[:, None])[:, 0]
+            written_out("cross_entropy", new_T, row).backward()
+        norm = torch.nn.utils.clip_grad_norm_(trained.values(), 0.5)
+        optimizer.step()
+        assert made["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    assert made["step"] == 3
+    exact.save("two", tmp_path / "after")
+    ours = PeftModel.from_pretrained(load_base(float32), tmp_path / "after").state_dict()
+    for name, parameter in trained.items():
+        held = ours[name.replace(".weight", ".default.weight")]
+        # Where a gradient is nearly zero, Adam's first step has the size of the learning rate and a sign of rounding.
+        assert (held - parameter).norm() <= 1e-3 * parameter.norm(), name
+
+
+def test_adapters_trained_in_turns_are_those_trained_one_after_the_other(exact, tmp_path):
+    def train(order):
+        for name in ("a", "b"):
+            exact.create(name, rank=4, seed=ord(name))
+        works = {name: iter(()) for name in ("a", "b")}
+        for name in order:  # one micro-batch of one, then one of the other
+            step = next(works[name], "over")
+            if step == "over":
+                if any(gradient is not None for gradient in exact.gradients(name).values()):
+                    exact.optim_step(name, learning_rate=1e-2)
+                works[name] = exact.passes(name, rows_of(seed=ord(name)), TokenLoss("cross_entropy"))
+        for name in ("a", "b"):
+            for _ in works[name]:
+                pass
+        weights = {}
+        for name in ("a", "b"):
+            exact.optim_step(name, learning_rate=1e-2)
+            weights[name] = {n: t.clone() for n, t in exact._loras._parameters[exact._of(name).key].items()}
+            exact.drop(name)
+        return weights
+
+    mixed, apart = train("ab" * 12), train("a" * 12 + "b" * 12)
+    assert all(torch.equal(mixed[name][key], apart[name][key]) for name in mixed for key in mixed[name])
+
+
+def test_a_saved_adapter_goes_on_bit_for_bit(exact, tmp_path):
+    exact.create("one", rank=4, seed=1, mlp=False)
+    moved(exact, "one")
+    exact.save("one", tmp_path / "one")
+    exact.open("two", tmp_path / "one")
+    for name in ("one", "two"):
+        moved(exact, name, seed=5)
+    one, two = (exact._loras._parameters[exact._of(name).key] for name in ("one", "two"))
+    assert all(torch.equal(one[key], two[key]) for key in one)
+    assert all("self_attn" in key for key in one)
+    assert exact._of("two").steps == 6
+    (tmp_path / "one" / OPTIMIZER).unlink()
+    with pytest.raises(Exception, match="without the state of its optimizer"):
+        exact.load("two", tmp_path / "one")
+
+
+def test_what_is_wrong_is_rejected_and_changes_nothing(exact):
+    exact.create("one", rank=4, seed=1)
+    moved(exact, "one")
+    exact.forward_backward("one", rows_of(seed=1), "ppo")
+    before = {name: gradient.clone() for name, gradient in exact.gradients("one").items()}
+    row = rows_of(seed=2, count=1)[0]
+    bad = copy.deepcopy(dict(row.inputs))
+    bad["advantages"][1] = float("nan")
+    for wrong, why in [
+        (TrainingRow([], [], {}), "0 tokens"),
+        (TrainingRow(list(range(2, 70)), list(range(2, 70)), {}), "at most 64"),
+        (TrainingRow(row.tokens, row.targets[1:], row.inputs), "target_tokens"),
+        (TrainingRow([128, *row.tokens[1:]], row.targets, row.inputs), "vocabulary"),
+        (TrainingRow([-1, *row.tokens[1:]], row.targets, row.inputs), "vocabulary"),
+        (TrainingRow(row.tokens, row.targets, bad), "not finite"),
+        (TrainingRow(row.tokens, row.targets, {}), "no logprobs"),
+    ]:
+        with pytest.raises(ConfigConflictError, match=why):
+            exact.forward_backward("one", [*rows_of(seed=3), wrong], "ppo")
+    with pytest.raises(ConfigConflictError, match="not offered"):
+        exact.forward_backward("one", [row], "gspo")
+    with pytest.raises(ConfigConflictError, match="takes no beta"):
+        exact.forward_backward("one", [row], "ppo", beta=1.0)
+    after = exact.gradients("one")
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    for name in ("two", "three"):
+        exact.create(name, rank=8)
+    with pytest.raises(EngineUnsupportedError, match="max_adapters=3"):
+        exact.create("four", rank=8)
+    with pytest.raises(ConfigConflictError, match="max_rank=8"):
+        exact.create("four", rank=9)
+    with pytest.raises(ConfigConflictError, match="never pushed"):
+        exact.sample({"one": PROMPTS})
+    exact.optim_step("one")
+    with pytest.raises(ConfigConflictError, match="no gradients"):
+        exact.optim_step("one")
+
+
+def test_gradients_that_are_not_finite_leave_the_weights(exact):
+    exact.create("one", rank=4, seed=1)
+    moved(exact, "one")
+    key = exact._of("one").key
+    before = {name: p.detach().clone() for name, p in exact._loras._parameters[key].items()}
+    huge = [TrainingRow(r.tokens, r.targets, {"weights": [3e38] * len(r.tokens)}) for r in rows_of(count=1)]
+    exact.forward_backward("one", huge)
+    with pytest.raises(ConfigConflictError, match="norm of the gradients"):
+        exact.optim_step("one")
+    assert all(torch.equal(before[name], p) for name, p in exact._loras._parameters[key].items())
+    moved(exact, "one", steps=1)
+
+
+def test_a_batch_of_eight_adapters_has_the_tokens_of_each_alone(eight):
+    names = [f"p{number}" for number in range(8)]
+    mixed = eight.sample(dict.fromkeys([*names, None], PROMPTS), **SAMPLED)
+    alone = {name: eight.sample({name: PROMPTS}, **SAMPLED)[name] for name in [*names, None]}
+    assert {name: each.completion_ids for name, each in mixed.items()} == {
+        name: each.completion_ids for name, each in alone.items()
+    }
+    assert len({str(each.completion_ids) for each in alone.values()}) == 9
+
+
+def test_what_is_sampled_is_what_the_trainer_scores(eight):
+    for name in ("p0", "p5"):
+        rollout = eight.sample({name: PROMPTS}, **SAMPLED)[name]
+        rows = [
+            TrainingRow([*prompt, *ids][:-1], [*prompt, *ids][1:], {"weights": [1.0] * (len(prompt) + len(ids) - 1)})
+            for prompt, ids in zip(PROMPTS, rollout.completion_ids, strict=True)
+        ]
+        ours = eight.forward(name, rows).logprobs
+        for mine, prompt, theirs in zip(ours, PROMPTS, rollout.logprobs, strict=True):
+            assert (torch.tensor(mine[len(prompt) - 1 :]) - torch.tensor(theirs)).abs().mean() < 0.03  # bf16
+
+
+def test_an_older_version_is_sampled_from_its_directory(eight, tmp_path):
+    eight.save("p1", tmp_path / "old")
+    old = eight.sample({"p1": PROMPTS}, **SAMPLED)["p1"]
+    for seed in (30, 31):
+        moved(eight, "p1", seed=seed)
+        eight.push("p1")
+    assert eight.sample({"p1": PROMPTS}, **SAMPLED)["p1"].completion_ids != old.completion_ids
+    saved = eight.sample_saved(tmp_path / "old", PROMPTS, **SAMPLED)
+    assert (saved.completion_ids, saved.logprobs) == (old.completion_ids, old.logprobs)
+    eight.save("p2", tmp_path / "other")
+    eight.save("p3", tmp_path / "third")
+    found = []
+    threads = [
+        threading.Thread(target=lambda d=d: found.append(eight.sample_saved(tmp_path / d, PROMPTS, **SAMPLED)))
+        for d in ("old", "other", "third", "old", "third", "other")
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({str(each.completion_ids) for each in found}) == 3
+    assert eight.score(PROMPTS, directory=tmp_path / "other") == eight.score(PROMPTS, "p2")
+
+
+def test_one_is_trained_while_another_is_sampled(eight):
+    """The base is one: neither side may see the other's adapter."""
+    wanted = eight.sample({"p6": PROMPTS * 4}, max_tokens=40, temperature=1.0, seed=1)["p6"]
+    found = []
+    thread = threading.Thread(
+        target=lambda: found.append(eight.sample({"p6": PROMPTS * 4}, max_tokens=40, temperature=1.0, seed=1)["p6"])
+    )
+    thread.start()
+    moved(eight, "p7", seed=40, steps=6)
+    eight.push("p7")
+    thread.join()
+    assert found[0].completion_ids == wanted.completion_ids
+
+
+def test_an_adapter_that_goes_frees_its_place(exact):
+    for number in range(5):
+        exact.create(f"n{number}", rank=4)
+        exact.push(f"n{number}")
+        assert exact.sample({f"n{number}": PROMPTS}, max_tokens=2)[f"n{number}"].version == 1
+        exact.drop(f"n{number}")
+    assert list(exact) == []
