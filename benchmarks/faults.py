@@ -6,8 +6,9 @@ writes results/faults.json; rows that are in it are kept. SmolLM2-135M-Instruct 
 steps with the settings of benchmarks/noise.py; then each fault is planted alone, and taken back. Of each the numbers of
 all checks are kept, whichever has found it first: whether the bytes that the engine holds are what was pushed, the
 canary's difference under the policy and under the probe, and the distance of a batch, with the cause that an
-examination of it names. The last three are of a fault in the multiplication: the bytes are right then, and the first
-check sees nothing.
+examination of it names. The last three are of a fault in the multiplication where vLLM multiplies in its own way, as on
+a GPU: the bytes are right then, and the first check sees nothing. Some are then planted in the products themselves,
+with right bytes, as a wrong kernel would do it; with another number of steps than 3 these alone.
 """
 
 from __future__ import annotations
@@ -32,12 +33,14 @@ from qlora_rl.contracts import SamplingSpec
 from qlora_rl.data.load import load_data
 from qlora_rl.demo.real_model import real_model
 from qlora_rl.demo.real_run import write_project
+from qlora_rl.engine.linears.linear import AdapterProducts
 from qlora_rl.errors import BaseMismatchError, CanaryError
 from qlora_rl.sync import mismatch_debugger
 from qlora_rl.sync.mismatch_debugger import MismatchDebugger, Sampled
 from qlora_rl.train.setup.settings import autocast_dtype
 
 RESULTS = Path(__file__).parent / "results" / "faults.json"
+STEPS = 3
 Places = Mapping[str, torch.Tensor]
 Plant = Callable[[Places, Places], None]
 
@@ -91,6 +94,13 @@ ADAPTER: dict[str, Plant] = {
 }
 
 
+# With right bytes: of the product alone.
+PRODUCT = (
+    "none", "scale 1.02", "scale 1.05", "first layer lost", "middle layer lost", "last layer lost",
+    "one matrix pair lost", "one version stale", "A and B of another layer",
+)  # fmt: skip
+
+
 class Bench:
     """The trainer and its engine, and what is measured under a fault."""
 
@@ -119,6 +129,25 @@ class Bench:
         finally:
             for name, place in now.items():
                 place.copy_(kept[name])
+
+    @contextmanager
+    def multiplied(self, plant: Plant, before: Places) -> Iterator[None]:
+        """Layers multiply with what is planted, and their buffers hold what was pushed."""
+        manager = self.engine.llm.llm_engine.model_executor.driver_worker.model_runner.lora_manager._adapter_manager
+        with self.planted(plant, before):
+            stacks = [t for layer in manager.modules.values() for t in (*layer.lora_a_stacked, *layer.lora_b_stacked)]
+            wrong = {stack.data_ptr(): stack.clone() for stack in stacks}
+        multiply = AdapterProducts.__call__
+
+        def wrongly(products: Any, y: Any, x: Any, a: Any, b: Any, *more: Any, **named: Any) -> Any:
+            a, b = (tuple(wrong[stack.data_ptr()] for stack in part) for part in (a, b))
+            return multiply(products, y, x, a, b, *more, **named)
+
+        AdapterProducts.__call__ = wrongly
+        try:
+            yield
+        finally:
+            AdapterProducts.__call__ = multiply
 
     def held(self) -> bool:
         """At which of four readings the bytes are not what was pushed; 0 at none. Of A each reads some columns."""
@@ -218,7 +247,7 @@ def base_faults(engine: Any) -> dict[str, Callable[[], Callable[[], None]]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--grown", type=float, default=8.0, help="how much larger the older adapter is")
     arguments = parser.parse_args()
@@ -255,12 +284,12 @@ def measured(home: Path, arguments: Any) -> None:
     )
     try:
         trainer.train()
-        _planted(trainer, args, train, arguments.grown)
+        _planted(trainer, args, train, arguments)
     finally:
         trainer.close()
 
 
-def _planted(trainer: Any, args: Any, train: Any, grown: float) -> None:
+def _planted(trainer: Any, args: Any, train: Any, arguments: Any) -> None:
     bench = Bench(trainer, args)
     tokenizer = trainer.processing_class
     prompts = [
@@ -276,8 +305,22 @@ def _planted(trainer: Any, args: Any, train: Any, grown: float) -> None:
         RESULTS.write_text(json.dumps(found, indent=1) + "\n")
         print(age, name, row, flush=True)
 
-    for age, factor in (("young", 1.0), ("grown", grown)):
-        before = {name: place.clone() for name, place in bench.places().items()}
+    before = {name: place.clone() for name, place in bench.places().items()}
+    bench.strategy.push()
+    age = f"multiplied, {arguments.steps} steps"
+    found[f"largest of B, {age}"] = float(max(p.abs().max() for p in named(bench.places(), ".lora_B.")))
+    for name in PRODUCT:
+        if name not in known.get(age, {}):
+            with bench.multiplied(ADAPTER[name], before):
+                row = {
+                    "held": bench.held(),
+                    "canary": bench.score(),
+                    "alarm": bench.alarm(bench.batch(prompts), hidden=True),
+                }
+            keep(age, name, row)
+    if arguments.steps != STEPS:
+        return
+    for age, factor in (("young", 1.0), ("grown", arguments.grown)):
         with torch.no_grad():
             for name, parameter in trainer.model.named_parameters():
                 if ".lora_B." in name:

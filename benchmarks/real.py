@@ -1,16 +1,19 @@
-"""The demo of a real model (`qlora-rl demo --model smollm2`) beside TRL's own sync: same rows, seed and settings.
+"""The demo of a real model (`qlora-rl demo --model smollm2`) beside TRL's own sync and TorchRL's loop: same rows, seed
+and settings.
 
     python benchmarks/real.py [--steps 30] [--only NAME ...] [--keep DIR]
 
 writes results/real.json, row by row; each contender is a process of its own, whose run is kept in DIR. The model is
 downloaded. Rewards are of greedy answers to the held-out sums: by the trainer's model, and by the saved adapter on the
-untouched base.
+untouched base. "trl-bf16" stops where vLLM has AVX-512; with `PYTHONPATH=tests/avx2` it is seen at the speed of AVX2.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import random
 import re
 import statistics
 import subprocess
@@ -33,7 +36,12 @@ from qlora_rl.train.run import METRICS, RunDirectory
 
 RESULTS = Path(__file__).parent / "results" / "real.json"
 # How the policy reaches vLLM, and the base of both sides.
-CONTENDERS = {"qlora_rl": ("adapter", "nf4"), "trl-nf4": ("merge", "nf4"), "trl-bf16": ("merge", "bf16")}
+CONTENDERS = {
+    "qlora_rl": ("adapter", "nf4"),
+    "torchrl": ("torchrl", "nf4"),
+    "trl-nf4": ("merge", "nf4"),
+    "trl-bf16": ("merge", "bf16"),
+}
 LORA = dict(r=16, lora_alpha=32, target_modules="all-linear")
 
 
@@ -49,6 +57,108 @@ def answers(model: Any, tokenizer: Any, prompts: list[Any]) -> list[Any]:
     model.train(was_training)
     said = tokenizer.batch_decode(ids[:, asked["input_ids"].shape[1] :], skip_special_tokens=True)
     return [[{"role": "assistant", "content": text}] for text in said]
+
+
+class Loop:
+    """TorchRL's collector and GRPOLoss, by examples/torchrl_grpo.py, with what a trainer of TRL has for `child`: the
+    adapter is sent by `qlora_rl.torchrl`, settings are those of the run's file."""
+
+    def __init__(self, base: Any, args: Any, rows: Any, lora: Any, reward: Any, run: RunDirectory):
+        from peft import get_peft_model
+        from transformers import AutoTokenizer
+
+        from qlora_rl import load_base
+
+        self.args, self.rows, self.reward, self.run, self.base = args, rows, reward, run, base
+        self.model = get_peft_model(load_base(base), lora)
+        self.processing_class = AutoTokenizer.from_pretrained(base.path)
+
+    def close(self) -> None:
+        """Nothing is held behind `train`."""
+
+    def train(self) -> None:
+        from torchrl.collectors.llm import LLMCollector
+        from torchrl.objectives.llm import GRPOLoss
+        from transformers import get_linear_schedule_with_warmup
+
+        from qlora_rl import FidelityMonitor, LocalEngine
+        from qlora_rl.torchrl import AdapterSyncScheme
+
+        example, args, model, reward = _example(), self.args, self.model, self.reward
+        size, group = args.per_device_train_batch_size, args.num_generations
+        told = self.processing_class.apply_chat_template(
+            list(self.rows["prompt"]), tokenize=False, add_generation_prompt=True
+        )
+        rows = [{"prompt": text, "answer": answer} for text, answer in zip(told, self.rows["answer"], strict=True)]
+        example.PROMPTS, example.GROUP, example.RESPONSE = size // group, group, args.max_completion_length
+        (example.PROMPT,) = {len(self.processing_class.encode(text)) for text in told}  # the example has one length
+        example.grpo_rows = lambda seed, count: random.Random(seed).choices(rows, k=count)
+
+        class Sums(example.Sums):
+            def _step(self, tensordict: Any) -> Any:
+                texts = self.tokenizer.batch_decode(tensordict["action"], skip_special_tokens=True)
+                answers = [str(answer) for answer in tensordict["answer"][:, 0].tolist()]
+                said = [[{"role": "assistant", "content": text}] for text in texts]
+                found = super()._step(tensordict)
+                return found.set("reward", torch.tensor(reward(said, answer=answers))[:, None])
+
+        class Actor(example.Actor):
+            def get_dist(self, tensordict: Any, **options: Any) -> Any:
+                self.dist = super().get_dist(tensordict, **options)
+                return self.dist
+
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=args.learning_rate, weight_decay=args.weight_decay)
+        schedule = get_linear_schedule_with_warmup(optimizer, int(args.warmup_steps), args.max_steps)
+        room = {"max_model_length": args.vllm_max_model_length, "max_num_seqs": size}
+        with LocalEngine(self.base, max_lora_rank=16, **room) as engine, (self.run.path / METRICS).open("w") as metrics:
+            scheme, actor, monitor = AdapterSyncScheme(), Actor(model), FidelityMonitor()
+            receiver, sender = scheme.create_receiver(engine), scheme.create_sender()
+            sender.register_model(model)
+            receiver.init_all_workers_group()
+            sender.init_all_workers_group()
+            collector = LLMCollector(
+                Sums(engine.tokenizer, args.max_steps, args.seed),
+                policy=example.Sampler(engine, engine.tokenizer.pad_token_id),
+                dialog_turns_per_batch=size,
+                total_dialog_turns=size * args.max_steps,
+                track_policy_version=True,
+            )
+            sender.register_collector(collector, push_after_batch=False)
+            loss_module, clock = GRPOLoss(actor, entropy_bonus=False), time.perf_counter()
+            for collected in collector:
+                batch = collected[:, 0].contiguous()
+                reward_PG = batch["next", "reward"].view(-1, group)
+                advantage_PG = (reward_PG - reward_PG.mean(1, keepdim=True)) / (reward_PG.std(1, keepdim=True) + 1e-4)
+                batch["advantage"] = advantage_PG.view(-1, 1, 1).expand(-1, example.PROMPT + example.RESPONSE, 1)
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = loss_module(batch)
+                optimizer.zero_grad()
+                loss.loss_objective.backward()
+                torch.nn.utils.clip_grad_norm_(trained, args.max_grad_norm)
+                with torch.no_grad():
+                    ours_BT = actor.dist.log_prob(batch["tokens", "full"])
+                kl = monitor.observe(ours_BT, batch["log_probs", "full"], batch["mask"]).mismatch_kl
+                optimizer.step()
+                schedule.step()
+                report = sender.update_weights()
+                now = time.perf_counter()
+                line = {"step_seconds": now - clock, "sync_seconds": report.seconds, "mismatch_kl": kl}
+                line |= {"canary_seconds": report.canary_seconds, "reward": float(reward_PG.mean())}
+                metrics.write(json.dumps(line) + "\n")
+                metrics.flush()
+                clock = now
+            for side in (collector, sender, receiver):
+                side.shutdown()
+
+
+def _example() -> Any:
+    """examples/torchrl_grpo.py."""
+    file = Path(__file__).resolve().parent.parent / "examples" / "torchrl_grpo.py"
+    spec = importlib.util.spec_from_file_location("torchrl_grpo", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def child(name: str, steps: int, out: Path) -> None:
@@ -73,6 +183,9 @@ def child(name: str, steps: int, out: Path) -> None:
     if how == "adapter":
         trainer: Any = QLoRAGRPOTrainer(model=base, **shared, **trainer_arguments(config))
         run = trainer.run
+    elif how == "torchrl":
+        run = RunDirectory(work / "run")
+        trainer = Loop(base, args, train, lora, reward, run)
     else:
         args.use_vllm, args.vllm_mode = True, "colocate"
         run = RunDirectory(work / "run")
@@ -98,6 +211,7 @@ def child(name: str, steps: int, out: Path) -> None:
     counted = lines[3:] or lines
     result = {
         "steps": steps,
+        "kernels": torch.backends.cpu.get_cpu_capability(),
         "reward_before": before,
         "reward_after": after,
         "reward_reloaded": reloaded,

@@ -43,6 +43,7 @@ _CALIBRATED = (
     "closer to the 16-bit model: codes chosen by a text (of 135 M parameters, KL on prose 0.17 instead of 0.57 nats a "
     "token, docs/base.md)"
 )
+_FLOAT16 = "prepare it with --compute-dtype float16 for less mismatch, at slower steps on a CPU (docs/fidelity.md)"
 
 
 @dataclass(frozen=True)
@@ -211,8 +212,15 @@ def recommend(
     reasons = _reasons(task, device, estimate, max_length, function_limit(config_of_model))
     if (made := stored_base(model)) is not None:
         reasons["quant"] = "as the base is stored" + (f"; {made.measured}" if made.measured else "")
+        if spec.compute_dtype == "float16":
+            base["compute_dtype"], config["bf16"] = "float16", False
+            reasons["compute_dtype"] = reasons["bf16"] = "the base computes in float16"
+            reasons["adapter_dtype"] = reasons["adapter_dtype"].replace("bf16", "float16")
+        elif made.measured is not None and (nearer := made.measured.rounds_less):
+            reasons["bf16"] += f". {nearer}: {_FLOAT16}"
     elif spec.is_4bit and not getattr(config_of_model, "quantization_config", None):
         reasons["calibrate"] = _CALIBRATED
+        reasons["bf16"] += "; `qlora-rl prepare MODEL DIR` measures whether float16 rounds less"
     if is_slow:
         why = f"no GPU here: {per_step} completions per step instead of {METHODS[task].per_step}"
         reasons["gradient_accumulation_steps"] = f"{why} (docs/situations.md)"

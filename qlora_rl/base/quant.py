@@ -21,30 +21,53 @@ COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
 _SLICE = 2**18
 # Scales that share a scale where they are quantised themselves.
 _NESTED_BLOCK = 256
+FLOAT16_END = torch.finfo(torch.float16).max
+# Other texts may reach so many times as far as the one that was looked at.
+MARGIN = 2.0
 # Fields that say what else is 4-bit.
 _MORE = ("quantize_experts", "quantize_tower")
 
 
 @dataclass(frozen=True)
 class Measured:
-    """How far a base is from its source, on text; both computed in float32.
+    """How far a base is from its source, on text, both computed in float32; and from itself by rounding.
 
     Attributes:
         kl: of the source's next token to the base's, in nats, the mean over tokens.
         perplexity_source: of the text by the source.
         perplexity_base: of the text by the base.
         tokens: that were looked at.
+        kl_bfloat16: of the base's next token to that of the base with its blocks in bfloat16, on some of the text;
+            `None` where that is no number, or was not computed.
+        kl_float16: the same in float16.
+        largest: absolute value that a module of these blocks takes or gives in float16; `None` where it is beyond it.
     """
 
     kl: float
     perplexity_source: float
     perplexity_base: float
     tokens: int
+    kl_bfloat16: float | None = None
+    kl_float16: float | None = None
+    largest: float | None = None
 
     def __str__(self) -> str:
         return (
             f"KL to its source {self.kl:.4f} nats a token, perplexity {self.perplexity_base:.2f} (source "
             f"{self.perplexity_source:.2f}), on {self.tokens} tokens"
+        )
+
+    @property
+    def rounds_less(self) -> str:
+        """That float16 is nearer to float32 than bfloat16 is, with the figures; empty where it is not, or where its
+        range is too small or nearly so."""
+        if self.kl_bfloat16 is None or self.kl_float16 is None or self.largest is None:
+            return ""
+        if self.kl_float16 >= self.kl_bfloat16 or self.largest * MARGIN > FLOAT16_END:
+            return ""
+        return (
+            f"float16 takes it {self.kl_float16:.1e} nats a token from its float32 pass, bfloat16 "
+            f"{self.kl_bfloat16:.1e}; values reach {self.largest:.3g} of {FLOAT16_END:.0f}"
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -136,16 +136,20 @@ def run(arguments: argparse.Namespace) -> int:
 
     estimate = _estimate(arguments)
     from qlora_rl.cpu_features import processor
+    from qlora_rl.memory.calibrating import calibration_cost
     from qlora_rl.memory.plan import largest_length
     from qlora_rl.memory.shape import stored_base
 
     longest = largest_length(estimate) if arguments.gpu_memory is not None else None
     base = stored_base(arguments.model) if arguments.quant is None else None
     measured = None if base is None else base.measured
+    spec = estimate.request.spec
+    cost = calibration_cost(estimate.shape) if base is None and spec.is_4bit and not spec.quantize_experts else None
     if arguments.json:
         found = estimate.as_dict() | {"longest_max_length": longest}
         found["savings"] = [vars(saving) for saving in estimate.savings()]
         found["measured"] = None if measured is None else measured.as_dict()
+        found["calibration"] = None if cost is None else vars(cost)
         if estimate.request.device == "cpu":
             found["processor"] = processor().as_dict()
         print(json.dumps(found, indent=1))
@@ -153,6 +157,8 @@ def run(arguments: argparse.Namespace) -> int:
     print(estimate)
     if measured is not None:
         print(f"\nbase: {measured}")
+    if cost is not None:
+        print(f"\nto calibrate the base (prepare --calibrate): {cost}")
     if estimate.request.device == "cpu":
         print(f"\nprocessor: {processor()}")
     _show_lengths(estimate, longest)

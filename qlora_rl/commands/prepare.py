@@ -85,6 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"{base}: {base.spec.label}, {size:.1f} MiB, identity {base.identity[:16]}")
     if base.measured is not None:
         print(base.measured)
+        if base.spec.compute_dtype == "bfloat16" and (nearer := base.measured.rounds_less):
+            print(f"{nearer}: --compute-dtype float16 rounds less")
     elif base.spec.is_4bit and arguments.measure:
         print("how far it is from its source was not measured: its source is in 4 bits too, or the log says why")
     return 0

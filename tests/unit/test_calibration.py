@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +27,8 @@ from qlora_rl.cli import main
 from qlora_rl.data.calibration import calibration_rows
 from qlora_rl.demo.tiny_model import make_tokenizer
 from qlora_rl.errors import UnsupportedQuantError
+from qlora_rl.memory.calibrating import calibration_cost
+from qlora_rl.memory.shape import read_config, read_shape
 
 ROWS = ["The quick brown fox jumps over the lazy dog. " * 2, "def f(x):\n    return [y * 2 for y in x if y > 3]\n" * 2]
 SPECS = [
@@ -419,9 +422,63 @@ def test_recommend_and_plan_name_what_was_measured_and_what_can_be_calibrated(
         assert ("\n# calibrate = true  # " in file) == (model == model_dir)
         assert tomllib.loads(file.replace("\n# calibrate", "\ncalibrate"))["base"]["quant"] == "nf4"
         assert main(["plan", str(model)]) == 0
-        assert ("KL to its source" in capsys.readouterr().out) == bool(said)
+        planned = capsys.readouterr().out
+        assert ("KL to its source" in planned) == bool(said)
+        assert ("to calibrate the base (prepare --calibrate): about 0 seconds" in planned) == (model == model_dir)
     assert main(["plan", str(calibrated.path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["measured"] == calibrated.measured.as_dict()
+    found = json.loads(capsys.readouterr().out)
+    assert (found["measured"], found["calibration"]) == (calibrated.measured.as_dict(), None)
+
+
+def test_what_a_calibration_takes_is_planned_about_as_it_was_measured():
+    """As benchmarks/calibrating.py has measured it."""
+    rows = json.loads((Path(__file__).parents[2] / "benchmarks/results/calibrating.json").read_text())["rows"]
+    measured = [row for row in rows.values() if "measured" in row]
+    assert len(measured) >= 3
+    for row in measured:
+        assert 0.75 < row["planned"]["seconds"] / row["measured"]["seconds"] < 1.33
+    shape = read_shape(read_config("Qwen/Qwen3-8B"))
+    cost = calibration_cost(shape)
+    assert cost.seconds == pytest.approx(rows["8B"]["planned"]["seconds"], rel=0.05)
+    assert "hours of one CPU core" in str(cost)
+    assert calibration_cost(shape, 16_384).nbytes > cost.nbytes
+
+
+def test_recommend_names_float16_where_it_rounds_less_and_fits_and_follows_a_base_in_it(model_dir, tmp_path):
+    half = prepare_base(model_dir, compute_dtype="float16", double_quant=False, out=tmp_path / "half")
+    advice = recommend(half.path)
+    assert (advice.base["compute_dtype"], advice.config["bf16"]) == ("float16", False)
+    assert prepare_base(half.path, **advice.base) == half
+    assert "`qlora-rl prepare MODEL DIR` measures" in recommend(model_dir).reasons["bf16"]
+    made = prepare_base(model_dir, measure=True, out=tmp_path / "base")
+    assert 0 < 4 * made.measured.kl_float16 < made.measured.kl_bfloat16 < 0.01  # three bits more: about 64 times
+    assert 0 < made.measured.largest < 100
+    file = made.path / MANIFEST
+    manifest = json.loads(file.read_text())
+
+    def said(**measured):
+        file.write_text(json.dumps(manifest | {"measured": manifest["measured"] | measured}))
+        advice = recommend(made.path)
+        assert advice.config["bf16"]
+        assert "compute_dtype" not in advice.base
+        return advice.reasons["bf16"]
+
+    assert "--compute-dtype float16" in said(kl_bfloat16=2e-3, kl_float16=3e-5, largest=24e3)
+    assert "float16" not in said(kl_float16=3e-3, kl_bfloat16=2e-3)
+    assert "float16" not in said(largest=5e4)  # another text may reach the end of its range
+    assert "float16" not in said(kl_float16=None, largest=None)
+    del manifest["measured"]["kl_float16"]  # of a base that was measured before
+    assert "float16" not in said()
+
+
+def test_values_that_float16_does_not_hold_are_measured_as_none(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(make_model(tmp_path / "model", tied=False), dtype="auto")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 0] = 1e5
+    model.save_pretrained(tmp_path / "model")
+    measured = prepare_base(tmp_path / "model", measure=True, out=tmp_path / "base").measured
+    assert measured.kl_bfloat16 is not None
+    assert (measured.kl_float16, measured.largest, measured.rounds_less) == (None, None, "")
 
 
 def test_sums_are_shared_by_linears_with_one_input(model_dir):

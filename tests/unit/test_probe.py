@@ -220,3 +220,17 @@ def test_products_of_a_tiny_adapter_are_found_applied(dtype, monkeypatch):
     assert not products.is_applied((a,), (b * 100,), 0, [5, 6])
     monkeypatch.setattr(AdapterProducts, "_add", lambda *_: None)
     assert not products.is_applied((a,), (b * 100,), 0, [5, 6])
+
+
+@pytest.mark.parametrize("rank", [4, 64, 256])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_products_that_are_two_percent_off_are_found_at_any_rank_and_rounding_is_not(rank, dtype, monkeypatch):
+    """Of a high rank the factor is less than the rounding of any one sum may be, and not of all of them."""
+    generator = torch.Generator().manual_seed(0)
+    a = (torch.randn(1, 1, rank, 512, generator=generator) / 512**0.5).to(dtype)
+    b = (1e-3 * torch.randn(1, 1, 768, rank, generator=generator)).to(dtype)
+    products, columns = AdapterProducts(None), range(32)
+    assert products.is_applied((a,), (b,), 0, columns)
+    add = AdapterProducts._add
+    monkeypatch.setattr(AdapterProducts, "_add", lambda *given: add(*given[:-1], 1.02 * given[-1]))
+    assert not products.is_applied((a,), (b,), 0, columns)

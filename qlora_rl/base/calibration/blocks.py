@@ -10,6 +10,7 @@ import contextlib
 import copy
 import functools
 import logging
+import math
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,9 +20,11 @@ import torch
 
 from qlora_rl.base.attention.choice import attention_for
 from qlora_rl.base.calibration.codes import choose_codes
+from qlora_rl.base.calibration.float16_range import largest_of
 from qlora_rl.base.experts import LinearExperts, Names, naming_of
 from qlora_rl.base.quant import Measured, QuantSpec
 from qlora_rl.base.reader import read_4bit
+from qlora_rl.cpu_matmul import Float32Products
 from qlora_rl.errors import UnsupportedQuantError
 from qlora_rl.locks import replace_file
 from qlora_rl.stages import count
@@ -31,6 +34,8 @@ logger = logging.getLogger(__name__)
 # (names of weights with one input x; the sum of x x^T, or `None` where none was seen) to the float32 weights that are
 # computed with from then on.
 Quantise = Callable[[Sequence[str], torch.Tensor | None], Mapping[str, torch.Tensor]]
+# Of the texts that are measured on, those of which rounding to 16 bits is measured.
+_ROUNDED = 2
 
 
 @torch.no_grad()
@@ -58,6 +63,7 @@ def quantise_by_blocks(
     with _Replay(model, spec, coded) as replay:
         source: list[Any] = [None] * len(held_out)
         base: list[Any] = [None] * (len(text) + len(held_out))
+        rounded = [_Rounded(dtype, replay, held_out[:_ROUNDED]) for dtype in (torch.bfloat16, torch.float16)]
         left_out = 0
         for number in range(len(replay)):
             count("block", number + 1, len(replay))
@@ -74,11 +80,13 @@ def quantise_by_blocks(
                 for name, weight in quantise(*group).items():
                     linears[name].weight.data.copy_(weight)  # one layout, whether chosen now or read
             base = [block(*arguments, **named) for arguments, named in given]
+            for each in rounded:
+                each.compute(number, block)
             left_out += seen.left_out
         count()
         if left_out:
             logger.warning("calibrating a base: %d inputs of layers were NaN or infinite and are left out", left_out)
-        return _measured(replay, held_out, source, base[len(text) :])
+        return _measured(replay, held_out, source, base[len(text) :], *rounded)
 
 
 def chooser(
@@ -133,7 +141,9 @@ def decoded(names: Sequence[str], found: Mapping[str, Mapping[str, torch.Tensor]
     return {name: each.dequantised() for name, each in stored.items() if each is not None}
 
 
-def _measured(replay: _Replay, held_out: Sequence[Sequence[int]], source: Any, base: Any) -> Measured | None:
+def _measured(
+    replay: _Replay, held_out: Sequence[Sequence[int]], source: Any, base: Any, bfloat16: _Rounded, float16: _Rounded
+) -> Measured | None:
     if not held_out:
         return None
     sums = torch.zeros(3, dtype=torch.float64)
@@ -145,7 +155,12 @@ def _measured(replay: _Replay, held_out: Sequence[Sequence[int]], source: Any, b
         sums += torch.stack([part.sum(dtype=torch.float64) for part in parts])
     tokens = sum(len(ids) - 1 for ids in held_out)
     kl, in_source, in_base = (sums / tokens).tolist()
-    return Measured(kl, float(torch.tensor(in_source).exp()), float(torch.tensor(in_base).exp()), tokens)
+    before, after = (float(torch.tensor(each).exp()) for each in (in_source, in_base))
+    return Measured(kl, before, after, tokens, bfloat16.kl(base), float16.kl(base), _finite(float16.largest))
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 class _ReachedError(Exception):
@@ -251,6 +266,51 @@ class _Replay:
         return place, lists[place]
 
 
+class _Rounded:
+    """What the blocks of the base make of some texts in 16 bits."""
+
+    def __init__(self, dtype: torch.dtype, replay: _Replay, texts: Sequence[Sequence[int]]) -> None:
+        self._dtype, self._replay, self._texts = dtype, replay, texts
+        self._states: list[Any] = [None] * len(texts)
+        self.largest = 0.0
+
+    def compute(self, number: int, block: Any) -> None:
+        """The next block, given in float32."""
+        if not self._texts:
+            return
+        rounded = copy.deepcopy(block).to(self._dtype)
+        hooks = [module.register_forward_hook(self._look) for module in rounded.modules()]
+        try:
+            with Float32Products(self._dtype):
+                for place, ids in enumerate(self._texts):
+                    given = self._replay.given(number, ids, _cast(self._states[place], torch.float32))
+                    arguments, named = _cast(given, self._dtype)
+                    self._states[place] = rounded(*arguments, **named)
+        except Exception as error:  # whatever a model computes in float32 alone
+            logger.info("rounding to %s is not measured (%s)", self._dtype, error)
+            self._texts, self.largest = [], math.inf
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def kl(self, base: Sequence[Any]) -> float | None:
+        """Of the base's next token in float32 to that of these, in nats; `None` where that is no number.
+
+        Args:
+            base: what the last block returns in float32 for each of the texts, and others.
+        """
+        sums, tokens = 0.0, 0
+        for ids, exact, ours in zip(self._texts, base, self._states, strict=False):
+            exact_TV, ours_TV = (self._replay.logprobs(ids, _cast(last, torch.float32)) for last in (exact, ours))
+            sums += float((exact_TV.exp() * (exact_TV - ours_TV)).sum(dtype=torch.float64))
+            tokens += len(ids)
+        return _finite(sums / tokens) if tokens else None
+
+    def _look(self, _: Any, inputs: Any, output: Any) -> None:
+        for value in (*inputs, *(output if isinstance(output, tuple) else (output,))):
+            self.largest = max(self.largest, largest_of(value))
+
+
 class _Seen:
     """Within it the inputs of a block's linears are summed up, once for all linears that have the same."""
 
@@ -335,10 +395,18 @@ def _computing(model: Any) -> Iterator[None]:
 
 
 def _moved(value: Any, device: torch.device) -> Any:
+    return _changed(value, lambda tensor: tensor.to(device))
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return _changed(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+
+def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.to(device)
+        return change(value)
     if isinstance(value, tuple | list):
-        return type(value)(_moved(each, device) for each in value)
+        return type(value)(_changed(each, change) for each in value)
     if isinstance(value, dict):
-        return {name: _moved(each, device) for name, each in value.items()}
+        return {name: _changed(each, change) for name, each in value.items()}
     return value

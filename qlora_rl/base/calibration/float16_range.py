@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from qlora_rl.base.calibration.text import shipped_text, token_sequences
+from qlora_rl.base.quant import FLOAT16_END, MARGIN
 from qlora_rl.cpu_matmul import Float32Products
 from qlora_rl.errors import UnsupportedQuantError
 
@@ -16,8 +17,6 @@ logger = logging.getLogger(__name__)
 
 # Texts that are looked at, and tokens of each: what is large is so from the first tokens on (arXiv 2402.17762).
 _TEXTS, _TOKENS = 2, 64
-# Other texts may reach so many times as far.
-_MARGIN = 2.0
 
 
 def check_float16(model: Any, tokenizer: Callable[[], Any], *, is_quantized: bool) -> None:
@@ -36,16 +35,21 @@ def check_float16(model: Any, tokenizer: Callable[[], Any], *, is_quantized: boo
         said = f"{type(error).__name__}: {error}".partition("\n")[0]
         logger.warning("whether the model's activations fit into float16 was not looked at (%s)", said)
         return
-    end = torch.finfo(torch.float16).max
     instead = "Start from the 16-bit original with" if is_quantized else "Use"
-    said = f"activations of a short text reach {largest:.3g} at {where}, and float16 ends at {end:.0f}"
-    if not largest <= end:
+    said = f"activations of a short text reach {largest:.3g} at {where}, and float16 ends at {FLOAT16_END:.0f}"
+    if not largest <= FLOAT16_END:
         raise UnsupportedQuantError(
             f"preparing a base: compute_dtype='float16': {said}: they would be infinite. {instead} "
             "compute_dtype='bfloat16'."
         )
-    if largest * _MARGIN > end:
+    if largest * MARGIN > FLOAT16_END:
         logger.warning("%s: those of other texts may be infinite. %s compute_dtype='bfloat16'", said, instead)
+
+
+def largest_of(value: Any) -> float:
+    """The largest absolute value of a tensor, 0 of anything else; NaN is as far beyond all as infinity."""
+    is_float = isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel()
+    return float(value.abs().max().nan_to_num(nan=torch.inf, posinf=torch.inf)) if is_float else 0.0
 
 
 @torch.no_grad()
@@ -57,10 +61,7 @@ def _largest(model: Any, tokenizer: Any) -> tuple[float, str]:
         def hook(_: Any, inputs: Any, output: Any) -> None:
             nonlocal found
             for value in (*inputs, *(output if isinstance(output, tuple) else (output,))):
-                # NaN is as far beyond as infinity.
-                is_float = isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel()
-                size = float(value.abs().max().nan_to_num(nan=torch.inf, posinf=torch.inf)) if is_float else 0.0
-                if size > found[0]:
+                if (size := largest_of(value)) > found[0]:
                     found = size, name
 
         return hook
