@@ -173,7 +173,7 @@ def _step_of(base: Any, teacher: Any, more: int, directory: str) -> dict[str, fl
         output_dir=f"{directory}/run", per_device_train_batch_size=2, use_cpu=True, bf16=True, report_to=[], beta=0.5
     )
     with (
-        FakeEngine(load_base(base), max_model_length=4096) as engine,
+        FakeEngine(load_base(base), max_model_length=64) as engine,
         QLoRADistillationTrainer(
             base,
             args=args,
