@@ -304,6 +304,41 @@ def overlap() -> str:
     return "\n".join(lines)
 
 
+def distillation() -> str:
+    """Distillation beside GRPO on the task of notebook 207."""
+    rows = _load("distillation.json")["rows"]
+    lines = [
+        "| run | sampled tokens | in the form | nats a token to the teacher, or reward | mismatch KL |",
+        "|---|---|---|---|---|",
+    ]
+    for name in ("distillation", "GRPO"):
+        for point in rows[name]["points"]:
+            if name == "distillation" or point is rows[name]["points"][-1]:
+                goal = point["loss"] if name == "distillation" else point["reward"]
+                lines.append(
+                    f"| {name}, {point['step']} steps | {point['tokens']:,} | {point['in_form']:.0%} | {goal:.2f} | "
+                    f"{_power(point['mismatch_kl'])} |"
+                )
+    return "\n".join(lines)
+
+
+def distillation_memory() -> str:
+    """Peaks of live tensors in a step, with teachers on the student's base."""
+    measured = _load("distillation.json")["rows"]["memory"]
+    words = {
+        "GRPO": "GRPO, no teacher",
+        "none": "the base itself",
+        "policy": "the student",
+        "adapter": "another adapter",
+    }
+    lines = ["| teacher | reads more | 2 x 512 tokens | 2 x 1,024 tokens |", "|---|---|---|---|"]
+    for name, peaks in measured.items():
+        who, _, more = name.partition(", ")
+        read = more.removesuffix(" tokens more") or "-"
+        lines.append(f"| {words[who]} | {read} | {peaks['512']:.0f} MiB | {peaks['1024']:.0f} MiB |")
+    return "\n".join(lines)
+
+
 VERDICTS = {
     "adapter": "adapter",
     "full_weights": "full weights",
@@ -943,6 +978,8 @@ TABLES = {
     "step-avx2": step_avx2,
     "profile": profile,
     "overlap": overlap,
+    "distillation": distillation,
+    "distillation-memory": distillation_memory,
     "sync": sync,
     "server": server,
     "adapters": adapters,
