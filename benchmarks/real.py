@@ -5,7 +5,7 @@ and settings.
 
 writes results/real.json, row by row; each contender is a process of its own, whose run is kept in DIR. The model is
 downloaded. Rewards are of greedy answers to the held-out sums: by the trainer's model, and by the saved adapter on the
-untouched base. "trl-bf16" stops where vLLM has AVX-512; with `PYTHONPATH=tests/avx2` it is seen at the speed of AVX2.
+untouched base. "trl-bf16" stops where vLLM has AVX-512.
 """
 
 from __future__ import annotations

@@ -114,10 +114,11 @@ def real() -> str:
         "trl-nf4": "TRL 1.16 on the same base: merge, push, unmerge",
         "trl-bf16": "TRL 1.16 on the same weights in 16 bits",
     }
-    shown = {name: title for name, title in names.items() if name in rows}
+    shown = {name: title for name, title in names.items() if "failed" not in rows.get(name, {"failed": ""})}
 
-    def row(what: str, show: Callable[[dict], str]) -> str:
-        return f"| {what} | " + " | ".join("" if "failed" in rows[n] else show(rows[n]) for n in shown) + " |"
+    def row(what: str, show: Callable[[dict], str], is_time: bool = False) -> str:
+        # The loop of TorchRL was run while other programs used the cores.
+        return f"| {what} | " + " | ".join("" if is_time and n == "torchrl" else show(rows[n]) for n in shown) + " |"
 
     def reward(found: dict) -> str:
         best = max(each["reward_after"] for each in rows.values() if "failed" not in each)
@@ -134,12 +135,13 @@ def real() -> str:
                 "mismatch KL: median; worst step",
                 lambda r: f"{_power(r['mismatch_kl_median'])}; {_power(r['mismatch_kl_max'])}",
             ),
-            row("syncing a new policy", lambda r: f"{1e3 * r['sync_seconds']:,.0f} ms"),
+            row("syncing a new policy", lambda r: f"{1e3 * r['sync_seconds']:,.0f} ms", is_time=True),
             row(
                 "verifying it in the sampler",
                 lambda r: f"{1e3 * r['verify_seconds']:,.0f} ms" if r["verify_seconds"] else "not done",
+                is_time=True,
             ),
-            row("a step", lambda r: f"{r['step_seconds']:.1f} s{' (AVX2)' if r.get('kernels') == 'AVX2' else ''}"),
+            row("a step", lambda r: f"{r['step_seconds']:.1f} s", is_time=True),
         ]
     )
 

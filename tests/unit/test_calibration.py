@@ -431,12 +431,13 @@ def test_recommend_and_plan_name_what_was_measured_and_what_can_be_calibrated(
 
 
 def test_what_a_calibration_takes_is_planned_about_as_it_was_measured():
-    """As benchmarks/calibrating.py has measured it."""
+    """As benchmarks/calibrating.py has measured it; seconds on cores that other programs used, too."""
     rows = json.loads((Path(__file__).parents[2] / "benchmarks/results/calibrating.json").read_text())["rows"]
     measured = [row for row in rows.values() if "measured" in row]
     assert len(measured) >= 3
     for row in measured:
-        assert 0.75 < row["planned"]["seconds"] / row["measured"]["seconds"] < 1.33
+        assert 0.67 < row["planned"]["seconds"] / row["measured"]["seconds"] < 1.5
+        assert 0.9 < row["planned"]["bytes"] / row["measured"]["bytes"] < 1.1
     shape = read_shape(read_config("Qwen/Qwen3-8B"))
     cost = calibration_cost(shape)
     assert cost.seconds == pytest.approx(rows["8B"]["planned"]["seconds"], rel=0.05)
