@@ -11,7 +11,6 @@ from qlora_rl.engine.started import ENGINES, STARTED, as_one, is_url
 from qlora_rl.errors import ConfigConflictError, QloraRLError, collected
 from qlora_rl.fidelity import CORRECTION
 from qlora_rl.methods import METHODS
-from qlora_rl.train.setup.kto import kto_contradictions
 from qlora_rl.train.setup.settings import sampling_spec
 
 if TYPE_CHECKING:
@@ -53,6 +52,8 @@ def contradictions(method: str, args: Any, rollout: Any) -> list[str]:
     """What the trainer of a method would reject in its config, before it is made."""
     found = [f"report_to: {why}" for name in args.report_to or () if (why := _why_no_reporter(name))]
     if method == "kto":
+        from qlora_rl.train.setup.kto import kto_contradictions
+
         found += kto_contradictions(args)
     if not METHODS[method].samples:
         return found
