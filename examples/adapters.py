@@ -57,7 +57,9 @@ def main():
                         rows.append(row_of(*sampled, gains[i] - mean))
                 adapters.forward_backward(name, rows, "importance_sampling")
                 adapters.optim_step(name, learning_rate=lr, grad_clip_norm=1.0)
-            print(f"step {step + 1}: " + "; ".join(f"{name}: {value:.2f}" for name, value in rewards.items()), flush=True)
+            print(
+                f"step {step + 1}: " + "; ".join(f"{name}: {value:.2f}" for name, value in rewards.items()), flush=True
+            )
 
 
 if __name__ == "__main__":
