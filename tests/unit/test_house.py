@@ -40,7 +40,6 @@ OWNERS = {
     "pydantic": {"config", "tinker"},
     "fastapi": {"tinker", "engine"},
     "uvicorn": {"tinker"},
-    "google": {"tinker"},
 }
 # Modules of vLLM that its documentation names; all others are private.
 VLLM_PUBLIC = {"vllm", "vllm.entrypoints.llm", "vllm.lora.request", "vllm.sampling_params"}
