@@ -25,6 +25,8 @@ EXTRAS = (
     # engines elsewhere, several processes, other frameworks
     "engine.server", "engine.client", "engine.fleet", "torchrl",
     "train.ranks.rank_rpc", "train.ranks.shared_engine", "train.ranks.zero",
+    # many adapters on one base
+    "tinker", "train.adapters", "train.scoring.losses", "adapter.several",
     # full weights
     "base.bake", "adapter.merged_weights", "sync.full_weights", "engine.staging", "engine.chunks",
     "engine.weight_channels", "engine.worker.received_weights",

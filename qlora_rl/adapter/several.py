@@ -54,7 +54,7 @@ class LoraSet:
         """
         from peft import get_peft_model
 
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             torch.seed() if seed is None else torch.manual_seed(seed)
             if self.model is None:
                 self.model = get_peft_model(self.base, config, adapter_name=name)

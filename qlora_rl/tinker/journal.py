@@ -19,8 +19,7 @@ from typing import Any
 from qlora_rl.errors import ConfigConflictError
 
 _TABLES = """
-CREATE TABLE IF NOT EXISTS sessions (
-    id TEXT PRIMARY KEY, owner TEXT, ended INTEGER DEFAULT 0, clones INTEGER DEFAULT 0);
+CREATE TABLE IF NOT EXISTS sessions (id TEXT PRIMARY KEY, owner TEXT, ended INTEGER DEFAULT 0);
 CREATE TABLE IF NOT EXISTS models (
     id TEXT PRIMARY KEY, session TEXT, owner TEXT, rank INTEGER, metadata TEXT, state TEXT DEFAULT '',
     applied INTEGER DEFAULT -1, done INTEGER DEFAULT -1, used REAL);
@@ -34,6 +33,8 @@ CREATE TABLE IF NOT EXISTS saved (
     expires REAL, metadata TEXT);
 """
 Row = dict[str, Any]
+# Requests of a model whose results can still be fetched; a client may fetch all of a training at its end.
+_RESULTS = 8192
 
 
 class Journal:
@@ -111,14 +112,8 @@ class Journal:
             if saved is not None:
                 fields |= {"state": saved, "applied": seq}
                 self._db.execute("UPDATE requests SET body = '' WHERE model = ? AND seq <= ?", (model, seq))
+                self._db.execute("DELETE FROM requests WHERE model = ? AND seq < ?", (model, seq - _RESULTS))
             self._change("models", {"id": model}, fields)
-
-    def next_clone(self, sampler: str) -> int:
-        """A number that no other copy of a sampler has."""
-        with self._lock, self._db:
-            session = self._db.execute("SELECT session FROM samplers WHERE id = ?", (sampler,)).fetchone()[0]
-            self._db.execute("UPDATE sessions SET clones = clones + 1 WHERE id = ?", (session,))
-            return int(self._db.execute("SELECT clones FROM sessions WHERE id = ?", (session,)).fetchone()[0])
 
     def close(self) -> None:
         """Close the file."""

@@ -142,12 +142,6 @@ class SamplerBody(_Body):
     model_path: str | None = None
 
 
-class JoinBody(_Body):
-    """`join_sampling_session`."""
-
-    sampling_session_id: str
-
-
 class ChunkBody(BaseModel):
     """Tokens of a prompt; images and audio are not offered."""
 
@@ -246,6 +240,8 @@ class KeyGate(Gate):
         app, keys, max_body_bytes: as `Gate` takes them.
     """
 
+    way = "Send the header 'X-API-Key: KEY', as the client does with api_key=."
+
     def __init__(self, app: Any, keys: list[str], max_body_bytes: int) -> None:
         super().__init__(app, keys[0], max_body_bytes)
         self._owners = {hashlib.sha256(key.encode()).digest(): owner_of(key) for key in keys}
@@ -297,6 +293,7 @@ class _Api:
         router = APIRouter()
         for name in ("healthz", "get_server_capabilities"):
             router.get(f"/api/v1/{name}")(getattr(self, name))
+        router.get("/health")(self.healthz)
         for path, answer in (
             ("client/config", self.config),
             ("client/dynamic_config", self.dynamic_config),
@@ -314,7 +311,6 @@ class _Api:
             ("load_weights", self.load_weights),
             ("weights_info", self.weights_info),
             ("create_sampling_session", self.create_sampling_session),
-            ("join_sampling_session", self.join_sampling_session),
             ("asample", self.asample),
             ("retrieve_future", self.retrieve_future),
         ):
@@ -341,7 +337,7 @@ class _Api:
     def config(self) -> dict[str, Any]:
         # What this server does not do: exchange keys, compress, poll by session, run losses of others.
         off = ("pjwt_auth_enabled", "proto_compress_fwdbwd", "sample_use_retrieve_futures", "custom_loss_server_side")
-        return dict.fromkeys(off, False) | {"sample_join_sampling_session": True}
+        return dict.fromkeys(off, False)
 
     def dynamic_config(self) -> dict[str, Any]:
         return {"sample_cancel_enabled": False}
@@ -456,11 +452,6 @@ class _Api:
             self._check_base(body.base_model or "")
         asked = (body.session_id, request.state.owner, body.sampling_session_seq_id, body.model_path)
         return {"type": "create_sampling_session", "sampling_session_id": self._service.open_sampler(*asked)}
-
-    def join_sampling_session(self, body: JoinBody, request: Request) -> dict[str, Any]:
-        self._service.sampler(body.sampling_session_id, request.state.owner)
-        number = self._service.journal.next_clone(body.sampling_session_id)
-        return {"type": "join_sampling_session", "client_counter": number}
 
     def asample(self, body: SampleBody, request: Request) -> dict[str, Any]:
         noted = self._service.sample(body.sampling_session_id, request.state.owner, body.seq_id, body)

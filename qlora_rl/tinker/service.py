@@ -41,8 +41,8 @@ logger = logging.getLogger(__name__)
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 # Samplers of one model that nobody has named; older ones go.
 KEPT_SAMPLERS = 8
-# Results of sampling that wait to be fetched.
-_RESULTS = 4096
+# Results of sampling that are kept: how many, and bytes. What is gone is sampled again when a client asks.
+_RESULTS, _RESULT_BYTES = 4096, 2**28
 # Until a request is given up because one with a smaller number has not come.
 GAP_S = 60.0
 _SAMPLING_THREADS = 16
@@ -96,7 +96,7 @@ class Service:
         self._to_sample: dict[str, list[tuple[Future[Result], Any]]] = {}
         self._asked: dict[str, int] = {}
         self._live: dict[str, tuple[str, int]] = {}  # what a directory holds: name of its adapter, and version
-        self._turns, self._is_closed = 0, False
+        self._turns, self._result_bytes, self._is_closed = 0, 0, False
         self._recall()
         self._threads = [threading.Thread(target=self._train, name="tinker-train", daemon=True)]
         self._threads += [
@@ -250,11 +250,18 @@ class Service:
             if request not in self._sampled:
                 future: Future[Result] = Future()
                 self._sampled[request] = owner, future
-                while len(self._sampled) > _RESULTS and next(iter(self._sampled.values()))[1].done():
-                    self._sampled.popitem(last=False)
+                self._forget_results()
                 self._to_sample.setdefault(found["session"], []).append((future, (found, asked)))
                 self._changed.notify_all()
         return request
+
+    def _forget_results(self) -> None:
+        while len(self._sampled) > _RESULTS or self._result_bytes > _RESULT_BYTES:
+            _, oldest = next(iter(self._sampled.values()))
+            if not oldest.done():
+                return
+            self._result_bytes -= len(oldest.result()[1])
+            self._sampled.popitem(last=False)
 
     # Sampling.
 
@@ -271,7 +278,10 @@ class Service:
                 future, (sampler, asked) = self._to_sample[session].pop(0)
                 if not self._to_sample[session]:
                     del self._to_sample[session]
-            future.set_result(self._result_of(lambda s=sampler, a=asked: self._sample(s, a)))
+            result = self._result_of(lambda s=sampler, a=asked: self._sample(s, a))
+            with self._changed:
+                self._result_bytes += len(result[1])
+                future.set_result(result)
 
     def _sample(self, sampler: Row, asked: Any) -> Result:
         prompt, sampling = asked.prompt_ids(), asked.spec(self.adapters.max_model_length)
@@ -497,7 +507,7 @@ class Service:
         self._admit(line)
         try:
             self.adapters.open(line.name, self.root / "stored" / model["state"])
-            for row in self.journal.rows("requests", order="seq", model=line.id, state="done"):
+            for row in self.journal.rows("requests", order="seq", model=line.id):
                 if model["applied"] < row["seq"] <= model["done"]:
                     yield from self._again(line, row)
         except BaseException:
@@ -508,9 +518,12 @@ class Service:
 
     def _again(self, line: _Line, row: Row) -> Iterator[None]:
         """What a request has done to the weights and gradients, which are in no saved state."""
+        is_failed = row["state"] == "failed"
         if row["kind"] == "optim_step":
-            self.adapters.optim_step(line.name, **json.loads(row["body"]))
-        elif row["kind"] == "pass" and not (asked := PassRequest.parse(row["body"])).forward_only:
+            # One that has failed has dropped gradients that were not finite.
+            with contextlib.suppress(*(ConfigConflictError,) if is_failed else ()):
+                self.adapters.optim_step(line.name, **json.loads(row["body"]))
+        elif row["kind"] == "pass" and not is_failed and not (asked := PassRequest.parse(row["body"])).forward_only:
             yield from (None for _ in self._pass(line, asked))
 
     def close(self) -> None:

@@ -40,3 +40,16 @@ def test_one_step_learns_without_a_trainer_and_stays_short(with_demo_model):
     rewards, distances = [float(each[1]) for each in steps], [float(each[2]) for each in steps]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.15
     assert max(distances) < 1e-3  # rounding; merged into the 4-bit weights it is 0.1
+
+
+def test_six_adapters_learn_at_once(with_demo_model):
+    example = ROOT / "examples" / "adapters.py"
+    assert len(example.read_text().splitlines()) <= 65
+    command = [sys.executable, example, "--steps", "12"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | with_demo_model)
+    assert done.returncode == 0, done.stderr[-3000:]
+    steps = [[float(each) for each in re.findall(r": ([\d.]+)", line)] for line in done.stdout.splitlines()]
+    assert [len(step) for step in steps] == [6] * 12
+    quick = [sum(step[::2]) / 3 for step in steps]  # the higher rate, of three seeds
+    assert sum(quick[-3:]) / 3 > sum(quick[:3]) / 3 + 0.1
+    assert steps[0][0] == steps[0][1]  # before its first step an adapter changes nothing, whatever it is

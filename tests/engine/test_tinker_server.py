@@ -162,6 +162,33 @@ def test_what_is_wrong_or_not_offered_is_an_error_at_once_and_the_next_request_i
         assert server.ask(path, body)[0] == status, path
     assert server.ask("forward_backward", raw=b"\xff\xff nonsense")[0] == 422
     assert server.ask("forward_backward", raw=b"x" * (65 * 2**20))[0] == 413
+    sampler = {
+        "session_id": session,
+        "sampling_session_seq_id": 0,
+        "base_model": server.ask("get_info", {"model_id": model})[1]["model_name"],
+    }
+    asked = {"sampling_session_id": server.ask("create_sampling_session", sampler)[1]["sampling_session_id"]}
+    for seq, (tokens, params) in enumerate(
+        [
+            ([], SAMPLING),
+            ([40, 5000], SAMPLING),
+            ([40] * 70, SAMPLING),
+            ([40], {"stop": ["x"] * 2000}),
+            ([40], {"top_p": 1e-300}),
+        ]
+    ):
+        body = asked | {"seq_id": seq, "prompt": {"chunks": [{"tokens": tokens}]}, "sampling_params": params}
+        found = server.result(server.ask("asample", body))
+        assert isinstance(found, bytes) == (seq >= 3), found  # the last two are odd, and can be met
+    assert (
+        server.ask(
+            "asample", asked | {"seq_id": 9, "prompt": {"chunks": []}, "sampling_params": {"temperature": "nan"}}
+        )[0]
+        == 422
+    )
+    body = asked | {"seq_id": 10, "prompt": {"chunks": [{"tokens": [40]}]}, "sampling_params": {"max_tokens": 10**9}}
+    assert isinstance(server.result(server.ask("asample", body)), bytes)
+    assert server.ask("asample", body | {"num_samples": 10**6, "seq_id": 11})[0] == 422
     deep = server.ask("asample", raw=None, body=json.loads("[" * 400 + "]" * 400))[0]
     assert deep == 422
     step(server, model, 12)
@@ -234,8 +261,9 @@ def test_a_step_does_not_wait_for_another_clients_long_request(server):
 def test_a_server_that_is_killed_goes_on_and_has_applied_each_request_once(tmp_path_factory):
     """In forward_backward, in optim_step, and in save; what is trained then is bit for bit what is without."""
     base = prepare_base(make_model(tmp_path_factory.mktemp("model") / "model"))
-    server = TinkerServer(base.path, tmp_path_factory.mktemp("killed"), *OPTIONS, "--checkpoint-every", "2")
+    server = TinkerServer(base.path, tmp_path_factory.mktemp("killed"), *OPTIONS, "--checkpoint-every", "5")
     batches = [[row_of([2 + (11 * b + 7 * i + j) % 120 for j in range(60)]) for i in range(60)] for b in range(4)]
+    batches[2] = [{**row, "weights": [3e38] * 59} for row in batches[2]]  # this step fails, and drops the gradients
     try:
 
         def train(model, kills=()):
@@ -268,6 +296,7 @@ def test_a_server_that_is_killed_goes_on_and_has_applied_each_request_once(tmp_p
         found = train(model, kills=(3, 6, 9))
         assert found[0] == wanted[0]
         assert all((found[1][name] == wanted[1][name]).all() for name in wanted[1])
-        assert wanted[0][-1][1]["metrics"]["step"] == 4
+        assert "norm of the gradients" in wanted[0][2][1]["error"]
+        assert wanted[0][-1][1]["metrics"]["step"] == 3
     finally:
         server.stop()

@@ -20,6 +20,7 @@ LAYERS = {
     "adapter": 2, "data": 2, "memory": 2,
     "engine": 3, "sync": 3,
     "train": 4, "torchrl": 4,
+    "tinker": 5,
     "advice": 5, "config": 5, "demo": 5, "doctor": 5, "report": 5, "inference": 5, "export": 5,
     "commands": 6, "cli": 6, "__main__": 6,
 }  # fmt: skip
@@ -37,7 +38,9 @@ OWNERS = {
     "tensordict": {"torchrl"},
     "ray": {"torchrl", "engine"},
     "deepspeed": {"train"},
-    "pydantic": {"config"},
+    "pydantic": {"config", "tinker"},
+    "fastapi": {"tinker", "engine"},
+    "uvicorn": {"tinker"},
 }
 # Modules of vLLM that its documentation names; all others are private.
 VLLM_PUBLIC = {"vllm", "vllm.entrypoints.llm", "vllm.lora.request", "vllm.sampling_params"}

@@ -806,3 +806,14 @@ def test_plan_of_what_is_no_language_model_ends_with_1_and_the_reason(tmp_path, 
         file.write_text(content)
     assert main(["plan", str(file), "--max-length", "64"]) == 1
     assert "reading the config" in capsys.readouterr().err
+
+
+def test_each_of_several_adapters_is_counted_with_gradients_optimizer_and_slots():
+    config = known("Qwen3-8B")[0]
+    one, eight = (plan_memory(config, max_length=1024, adapters=n, sequences=1) for n in (1, 8))
+    held = {line.name: line.nbytes for line in one.lines}
+    for line in eight.lines:
+        times = {"adapter": 8, "gradients": 8, "optimizer": 8, "adapter, engine": 9}.get(line.name, 1)
+        assert line.nbytes == times * held[line.name], line.name
+    with pytest.raises(ConfigConflictError, match="adapters=0"):
+        plan_memory(config, adapters=0)

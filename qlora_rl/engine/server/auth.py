@@ -38,6 +38,8 @@ class Gate:
         visits: is told when a request enters (its body is whole) and leaves.
     """
 
+    way = "Send the header 'Authorization: Bearer KEY'; the server has written the key into its key file."
+
     def __init__(self, app: Any, key: str, max_body_bytes: int, visits: Visits | None = None):
         if not key:
             raise ValueError("making a gate: the key is empty. Give one.")
@@ -58,10 +60,9 @@ class Gate:
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] != OPEN_PATH and not self._knows(scope):
-            way = "Send the header 'Authorization: Bearer KEY'; the server has written the key into its key file."
             challenge = [(b"www-authenticate", b"Bearer")]
             await _reject(
-                send, 401, "AccessDeniedError", f"asking the server: the key is missing or wrong. {way}", challenge
+                send, 401, "AccessDeniedError", f"asking the server: the key is missing or wrong. {self.way}", challenge
             )
             return
         length = dict(scope["headers"]).get(b"content-length", b"0")
