@@ -67,8 +67,10 @@ def main() -> int:
     from rounds import add_to
 
     if arguments.what == "step":
-        from step import bench_step, table
+        from step import WARM, bench_step, table
 
+        if arguments.steps <= WARM:
+            bench.error(f"--steps {arguments.steps}: the first {WARM} are not counted. Use more")
         options = {} if arguments.mode == DEFAULT_MODES else {"base_compute": arguments.mode[0]}
         results = bench_step(arguments.size, steps=arguments.steps, rounds=arguments.rounds, options=options)
         print(table(results))

@@ -166,7 +166,7 @@ def plan(tests: Path = ROOT / "tests", device: str = "cuda") -> list[Piece]:
     def bench(what: str, size: str, *options: str) -> Piece:
         name = f"bench-{what}-{size}"
         if not on_card:
-            size, options = "demo", ("--minutes", "0.1", "--steps", "2", "--rounds", "1", "--batch", "4")
+            size, options = "demo", ("--minutes", "0.1", "--steps", "5", "--rounds", "1", "--batch", "4")
         return Piece(name, ("{python}", "benchmarks/bench.py", what, "--size", size, *options, *written))
 
     def memory() -> Piece:
