@@ -81,7 +81,7 @@ def test_every_command_of_the_plan_is_understood_by_what_it_calls(tmp_path):
             if script not in said:
                 said[script] = subprocess.check_output([sys.executable, str(ROOT / script), "--help"], text=True)
             assert all(part in said[script] for part in command if part.startswith("--")), command
-    assert len(said) == 5
+    assert len(said) == 6
 
 
 def test_outcomes_are_kept_and_only_what_failed_is_tried_again(tmp_path):
