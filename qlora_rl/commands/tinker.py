@@ -70,6 +70,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     options = {name: value for name, value in vars(arguments).items() if name != "run" and value is not None}
     with loading():
+        from qlora_rl.engine import compat
+
+        compat.vllm_version()  # which brings what the server imports
         from qlora_rl.tinker import serve_adapters
     serve_adapters(options.pop("base"), **options)
     return 0

@@ -7,6 +7,7 @@ import datetime
 import hashlib
 import hmac
 import json
+import secrets
 import time
 from typing import Annotated, Any, Literal
 
@@ -286,7 +287,7 @@ def make_app(service: Service, tokenizer: str, url: str) -> FastAPI:
 class _Api:
     def __init__(self, service: Service, tokenizer: str, url: str) -> None:
         self._service, self._tokenizer, self._url = service, tokenizer, url
-        self._signing = hashlib.sha256(f"{url}{time.time_ns()}{id(self)}".encode()).digest()
+        self._signing = secrets.token_bytes(32)
 
     def router(self) -> APIRouter:
         """All routes."""
