@@ -266,11 +266,11 @@ def keep_inputs_on_host() -> Any:
     """Have the trainers keep layer inputs with a copier that works on the CPU; returned."""
     from copiers import LateCopier
 
-    from qlora_rl.train import online
+    from qlora_rl.train.run import recorded_training
     from qlora_rl.train.setup.layer_inputs import keep_on_host
 
     copier = LateCopier()
-    online.keep_on_host = functools.partial(keep_on_host, copier=copier)
+    recorded_training.keep_on_host = functools.partial(keep_on_host, copier=copier)
     return copier
 
 
@@ -446,7 +446,9 @@ def main(call: dict[str, Any]) -> None:
     # As on a sharded base: products with 4-bit weights are bitsandbytes', of which the sums have another order.
     left = call.pop("bitsandbytes", False)
     products = (
-        patch("qlora_rl.train.online.apply_linears", return_value={"reason": "a test"}) if left else nullcontext()
+        patch("qlora_rl.train.run.recorded_training.apply_linears", return_value={"reason": "a test"})
+        if left
+        else nullcontext()
     )
 
     def replay() -> Any:

@@ -20,7 +20,7 @@ from trl.chat_template_utils import qwen3_chat_template
 
 from qlora_rl import load_base, prepare_base
 from qlora_rl.contracts import Rollout
-from qlora_rl.train import online
+from qlora_rl.train.run import recorded_training
 from qlora_rl.train.setup import tiled_mlp as tiles_module
 from qlora_rl.train.setup.layer_inputs import keep_on_host
 from qlora_rl.train.single_forward import SingleForward
@@ -36,7 +36,7 @@ def switched(monkeypatch, make_trainer, config, tmp_path):
 
     def run(name, on, fields, **arguments):
         copier = LateCopier()
-        monkeypatch.setattr(online, "keep_on_host", partial(keep_on_host, copier=copier))
+        monkeypatch.setattr(recorded_training, "keep_on_host", partial(keep_on_host, copier=copier))
         monkeypatch.setattr(tiles_module, "TILE", {"cpu": 8 if "tiles" in on else 2**20})
         tiles = []
         backward = tiles_module._Tiles.backward

@@ -14,7 +14,6 @@ from transformers import TrainerCallback
 from trl import DPOConfig
 
 from qlora_rl import QLoRADPOTrainer, prepare_base
-from qlora_rl.train import offline, online
 from qlora_rl.train.run import recorded_training
 from qlora_rl.train.setup import tiled_mlp as tiles_module
 from qlora_rl.train.setup.layer_inputs import keep_on_host
@@ -36,8 +35,7 @@ class KillAt(TrainerCallback):
 @pytest.fixture
 def copier(monkeypatch):
     copier = LateCopier()
-    for module in (online, offline):
-        monkeypatch.setattr(module, "keep_on_host", partial(keep_on_host, copier=copier))
+    monkeypatch.setattr(recorded_training, "keep_on_host", partial(keep_on_host, copier=copier))
     return copier
 
 
