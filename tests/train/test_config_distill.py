@@ -18,7 +18,7 @@ from qlora_rl.config.schema import Data, Teacher
 from qlora_rl.config.write import to_toml
 from qlora_rl.data.load import load_data
 from qlora_rl.data.rows import as_conversation
-from qlora_rl.errors import ConfigConflictError
+from qlora_rl.errors import ConfigConflictError, MemoryBudgetError
 from qlora_rl.train.distillation import QLoRADistillationTrainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,6 +87,18 @@ def test_a_second_model_is_held_in_4_bits(run, other_model_dir, monkeypatch):
     assert described["teacher"]["kind"] == "model"
     assert bare_model(held[0]).is_loaded_in_4bit
     assert "teacher_prompt_ids" not in inputs
+
+
+@pytest.mark.parametrize("line", ["base, teacher", "adapter, teacher", "teacher's candidates"])
+def test_the_teacher_is_planned_before_a_base_is_made(line, run, base, other_model_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr("qlora_rl.config.launch.make_base", lambda _: pytest.fail("a base was made"))
+    whom = {
+        "base, teacher": f"teacher.model={other_model_dir}",
+        "adapter, teacher": f"teacher.adapter={saved_adapter(base, tmp_path / 'longer', 1)}",
+        "teacher's candidates": "teacher.url=http://127.0.0.1:9",
+    }[line]
+    with pytest.raises(MemoryBudgetError, match=line):
+        run("teacher={}", whom, "run.gpu_memory=0.001")
 
 
 def test_a_server_is_asked_by_its_url(run, teacher):  # noqa: F811
