@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from qlora_rl.bench.rounds import described
+from rounds import described
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from qlora_rl.base.calibration.blocks import chooser, quantise_by_blocks

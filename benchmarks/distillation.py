@@ -24,9 +24,9 @@ from typing import Any
 import memory_step
 import torch
 from datasets import Dataset
+from live_memory import Live
 from peft import LoraConfig
-from qlora_rl.bench.memory import Live
-from qlora_rl.bench.rounds import described
+from rounds import described
 from transformers import TrainerCallback
 from trl import DistillationConfig, GRPOConfig
 
