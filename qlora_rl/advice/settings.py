@@ -44,8 +44,8 @@ _CALIBRATED = (
     "token, docs/base.md)"
 )
 _FLOAT16 = (
-    "prepare it with --compute-dtype float16 for less mismatch, though vLLM's 4-bit layers multiply in bfloat16 all the "
-    "same, and steps on a CPU are slower (docs/fidelity.md)"
+    "prepare it with --compute-dtype float16 for less mismatch, though vLLM's 4-bit layers multiply in bfloat16 all "
+    "the same, and steps on a CPU are slower (docs/fidelity.md)"
 )
 
 

@@ -334,5 +334,5 @@ def budget_of(
         rests=rests,
         of_method=of_method,
         baked=expects_full_weights(model, peft_config, ours["sync"], trust_remote_code=args.trust_remote_code),
-        padded=not ours["remove_padding"],
+        padded=not ours.get("remove_padding", True),
     )
