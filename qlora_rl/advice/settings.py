@@ -56,7 +56,10 @@ _CALIBRATED = (
     "closer to the 16-bit model: codes chosen by a text (of 135 M parameters, KL on prose 0.17 instead of 0.57 nats a "
     "token, docs/base.md)"
 )
-_FLOAT16 = "prepare it with --compute-dtype float16 for less mismatch, at slower steps on a CPU (docs/fidelity.md)"
+_FLOAT16 = (
+    "prepare it with --compute-dtype float16 for less mismatch, though vLLM's 4-bit layers multiply in bfloat16 all "
+    "the same, and steps on a CPU are slower (docs/fidelity.md)"
+)
 
 
 @dataclass(frozen=True)
