@@ -259,7 +259,7 @@ class QLoRADistillationTrainer(
         rows, column = asked.datasets[0], self.teacher_prompt
         if column is not None and hasattr(rows, "__len__"):
             longer = (_size(other) - _size(prompt) for prompt, other in zip(rows["prompt"], rows[column], strict=True))
-            found["teacher_more"] = max(0, *longer) // _BYTES
+            found["teacher_more"] = max(0, max(longer, default=0)) // _BYTES
         teacher, adapter, init = self._given_teacher, self._teacher_adapter, asked.args.teacher_model_init_kwargs
         if adapter is not None:
             return found | teacher_fields(adapter=None if adapter in (NONE, POLICY) else adapter)
