@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +77,20 @@ def serve_adapters(
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, which says when it answers."""
+    """uvicorn's, which says when it answers, and after a signal lets this process end in its own way."""
 
     about: dict[str, Any]
     ready_file: str | os.PathLike[str] | None
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """SIGTERM and Ctrl-C end the server; uvicorn would raise them again before the engine is closed."""
+        known = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in known.items():
+                signal.signal(number, handler)
 
     async def startup(self, sockets: Any = None) -> None:
         """uvicorn's; then it is announced."""

@@ -23,6 +23,7 @@ def server(base, tmp_path_factory):
     server = TinkerServer(base.path, tmp_path_factory.mktemp("tinker"), *OPTIONS, keys=2)
     yield server
     server.stop()
+    assert server.process.returncode == 0  # not killed by its signal: the engine was closed
 
 
 def step(server, model, seq, rows=(ROW,), rate=1e-2, key=0):
