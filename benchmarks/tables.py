@@ -118,7 +118,11 @@ def real() -> str:
 
     def row(what: str, show: Callable[[dict], str], is_time: bool = False) -> str:
         # The loop of TorchRL was run while other programs used the cores.
-        return f"| {what} | " + " | ".join("" if is_time and n == "torchrl" else show(rows[n]) for n in shown) + " |"
+        return (
+            f"| {what} | "
+            + " | ".join("not timed" if is_time and n == "torchrl" else show(rows[n]) for n in shown)
+            + " |"
+        )
 
     def reward(found: dict) -> str:
         best = max(each["reward_after"] for each in rows.values() if "failed" not in each)

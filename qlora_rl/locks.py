@@ -111,3 +111,12 @@ def replace_file(target: Path, content: bytes) -> None:
         with contextlib.suppress(OSError):
             if time.time() - left.stat().st_mtime > _ABANDONED_S:
                 left.unlink()
+
+
+def flush(path: Path) -> None:
+    """What was written to a file or directory survives a power cut from here on."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

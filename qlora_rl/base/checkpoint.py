@@ -42,7 +42,7 @@ from qlora_rl.base.unsupported_configs import check_function, note_function
 from qlora_rl.base.writer import embedding_rows, read_tokenizer, require_writable, write_checkpoint, write_tokenizer
 from qlora_rl.documents import read_object
 from qlora_rl.errors import BaseIncompleteError, ConfigConflictError, QloraRLError, UnsupportedQuantError
-from qlora_rl.locks import replace_file
+from qlora_rl.locks import flush, replace_file
 from qlora_rl.stages import begin, ended, remark
 
 if TYPE_CHECKING:
@@ -639,12 +639,3 @@ def _exclusive(lock: Path) -> Iterator[None]:
     with open(lock, "w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
-
-
-def flush(path: Path) -> None:
-    """What was written to a file or directory survives a power cut from here on."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

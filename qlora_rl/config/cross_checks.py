@@ -11,7 +11,7 @@ from qlora_rl.config.schema import TABLES, Adapter, RunConfig, Table, applies, o
 from qlora_rl.data.files import is_file, known_columns
 from qlora_rl.data.known import check_subset
 from qlora_rl.data.load import column_problems, columns_after, teacher_problems
-from qlora_rl.engine.started import STARTED
+from qlora_rl.engine.started import STARTED, is_url
 from qlora_rl.methods import AHEAD, METHODS, TAUGHT, select
 
 _ENGINE = ("base_compute", "max_num_seqs", "kv_cache_gib", "enforce_eager", "enable_prefix_caching", "vllm")
@@ -145,7 +145,7 @@ _RULES = (
     _Rule(
         "rollout",
         _ENGINE,
-        lambda c: c.rollout.where not in STARTED,
+        lambda c: is_url(c.rollout.where),
         "a server that runs already (where is a URL) got this when it was started. Remove it here",
     ),
     _Rule(

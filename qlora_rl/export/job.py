@@ -22,7 +22,7 @@ from qlora_rl.adapter.merged_weights import iter_weights
 from qlora_rl.adapter.store import write_adapter, write_origin
 from qlora_rl.adapter.verdict import judge_adapter
 from qlora_rl.base.bake import bake_base, copy_plain
-from qlora_rl.base.checkpoint import flush, load_base
+from qlora_rl.base.checkpoint import load_base
 from qlora_rl.base.model_classes import directory_takes_images
 from qlora_rl.base.writer import write_ends, write_weights
 from qlora_rl.contracts import rank_class
@@ -33,6 +33,7 @@ from qlora_rl.export.card import Card, write_card
 from qlora_rl.export.check import Distance, Witness, choose_prompts
 from qlora_rl.export.elsewhere import in_llama_cpp, on_base, too_far
 from qlora_rl.inference.trained import TrainedRun, load_plain, open_trained
+from qlora_rl.locks import flush
 from qlora_rl.stages import begin, ended, remark
 
 KINDS = ("adapter", "merged", "merged-original", "gguf", "gguf-adapter")

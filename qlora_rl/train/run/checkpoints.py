@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from qlora_rl.base.checkpoint import flush
 from qlora_rl.documents import printable, read_object
 from qlora_rl.errors import RunDirectoryError
+from qlora_rl.locks import flush
 
 logger = logging.getLogger(__name__)
 

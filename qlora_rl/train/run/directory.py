@@ -24,10 +24,10 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from qlora_rl.adapter.store import write_origin
-from qlora_rl.base.checkpoint import flush
 from qlora_rl.cpu_features import processor
 from qlora_rl.documents import read_object
 from qlora_rl.errors import ConfigConflictError, RunDirectoryError
+from qlora_rl.locks import flush
 from qlora_rl.train.run import checkpoints
 from qlora_rl.train.run.log import LOG
 
