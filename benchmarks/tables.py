@@ -118,11 +118,8 @@ def real() -> str:
 
     def row(what: str, show: Callable[[dict], str], is_time: bool = False) -> str:
         # The loop of TorchRL was run while other programs used the cores.
-        return (
-            f"| {what} | "
-            + " | ".join("not timed" if is_time and n == "torchrl" else show(rows[n]) for n in shown)
-            + " |"
-        )
+        cells = ("not timed" if is_time and name == "torchrl" else show(rows[name]) for name in shown)
+        return f"| {what} | {' | '.join(cells)} |"
 
     def reward(found: dict) -> str:
         best = max(each["reward_after"] for each in rows.values() if "failed" not in each)
