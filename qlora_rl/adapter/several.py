@@ -7,6 +7,7 @@ A stored one is a PEFT directory with `optimizer.safetensors` next to the weight
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,16 @@ from qlora_rl.errors import AdapterRejectedError, ConfigConflictError
 
 OPTIMIZER = "optimizer.safetensors"
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+_FUNCTION = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")  # of a LoraConfig: what B @ A is times
+# [low, high) of AdamW's settings; without eps the step of a gradient that is 0 is 0 / 0.
+_RANGES = {
+    "learning_rate": (0.0, math.inf),
+    "beta1": (0.0, 1.0),
+    "beta2": (0.0, 1.0),
+    "eps": (torch.finfo(torch.float32).tiny, math.inf),
+    "weight_decay": (0.0, math.inf),
+    "grad_clip_norm": (0.0, math.inf),
+}
 _MLP = ("mlp", "feed_forward", "ffn")
 
 
@@ -120,22 +131,37 @@ class LoraSet:
             The norm of the gradients, before clipping.
 
         Raises:
-            ConfigConflictError: there are no gradients, or they hold NaN or infinity; the weights are as before.
+            ConfigConflictError: a setting is out of range, there are no gradients, or they or what AdamW makes of them
+                is not finite. Weights and state of the optimizer are as before.
         """
+        given = (learning_rate, beta1, beta2, eps, weight_decay, grad_clip_norm)
+        for (setting, (low, high)), value in zip(_RANGES.items(), given, strict=True):
+            if not low <= value < high:
+                raise ConfigConflictError(f"stepping: {setting}={value} is not in [{low:.3g}, {high:.3g}).")
         parameters = list(self._parameters[name].values())
         if all(parameter.grad is None for parameter in parameters):
             raise ConfigConflictError("stepping: there are no gradients. Call forward_backward first.")
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, grad_clip_norm if grad_clip_norm > 0 else float("inf")))
-        if not norm < float("inf"):
-            self.take_gradients(name)
-            raise ConfigConflictError(
-                f"stepping: the norm of the gradients is {norm}. They are dropped and the weights are as before; look "
-                "at the advantages and logprobs of the rows, or use a lower learning rate."
-            )
-        group = self._optimizers[name].param_groups[0]
+        norm = float(torch.nn.utils.clip_grad_norm_(parameters, grad_clip_norm or math.inf))
+        group, states = self._optimizers[name].param_groups[0], self._optimizers[name].state
         group |= {"lr": learning_rate, "betas": (beta1, beta2), "eps": eps, "weight_decay": weight_decay}
-        self._optimizers[name].step()
+        before = {parameter: {k: v.clone() for k, v in states.get(parameter, {}).items()} for parameter in parameters}
+        weights = [parameter.detach().clone() for parameter in parameters]
+        if is_finite := norm < math.inf:
+            self._optimizers[name].step()
+            made = [each for p in parameters for each in (p, *(states[p][m] for m in _MOMENTS[:2] if p in states))]
+            is_finite = bool(torch.stack([each.isfinite().all() for each in made]).all())
         self.take_gradients(name)
+        if not is_finite:
+            with torch.no_grad():
+                for parameter, weight in zip(parameters, weights, strict=True):
+                    parameter.copy_(weight)
+            states.clear()
+            states.update({parameter: state for parameter, state in before.items() if state})
+            raise ConfigConflictError(
+                f"stepping: the norm of the gradients is {norm}, and it or the new weights are not finite. Gradients "
+                "are dropped, weights and optimizer are as before; look at the advantages and logprobs of the rows, or "
+                "use a lower learning rate."
+            )
         return norm
 
     def save(self, name: str, directory: Path, *, optimizer: bool = True) -> None:
@@ -162,15 +188,22 @@ class LoraSet:
         bit.
 
         Raises:
-            AdapterRejectedError: it was saved of one with other layers or another rank, or without an optimizer.
+            AdapterRejectedError: it was saved of one with other layers, another rank or scaling, or without an
+                optimizer.
         """
         from safetensors.torch import load_file
 
+        saved, mine = stored_config(directory), self.model.peft_config[name]
+        for key in _FUNCTION:
+            if (theirs := getattr(saved, key)) != (ours := getattr(mine, key)):
+                raise AdapterRejectedError(
+                    f"loading the adapter {directory.name}: it has {key}={theirs}, and not {ours}. Create one like it."
+                )
         held, weights = self._parameters[name], load_file(directory / WEIGHTS)
         shapes = {key: tuple(value.shape) for key, value in held.items()}
         if shapes != {key: tuple(value.shape) for key, value in weights.items()}:
             raise AdapterRejectedError(
-                f"loading the adapter {directory.name}: it has other layers or another rank. Create one like it."
+                f"loading the adapter {directory.name}: it has other layers. Create one like it."
             )
         if optimizer and not (directory / OPTIMIZER).is_file():
             raise AdapterRejectedError(
@@ -194,7 +227,7 @@ class LoraSet:
 def stored_config(directory: Path) -> Any:
     """The LoraConfig of a directory that `LoraSet.save` has written."""
     known = json.loads((directory / CONFIG).read_text())
-    return make_lora({key: known[key] for key in ("r", "lora_alpha", "target_modules")})
+    return make_lora({key: known.get(key) for key in (*_FUNCTION, "target_modules")})
 
 
 def linear_targets(model: Any, *, attention: bool = True, mlp: bool = True) -> str | list[str]:

@@ -19,11 +19,12 @@ from typing import Any
 
 import torch
 
+from qlora_rl.adapter.directory import adapter_in
 from qlora_rl.adapter.export import read_adapter
 from qlora_rl.adapter.factory import make_lora
 from qlora_rl.adapter.inspected import shorten_lora
 from qlora_rl.adapter.several import LoraSet, linear_targets, stored_config
-from qlora_rl.adapter.store import AdapterStore, write_origin
+from qlora_rl.adapter.store import CONFIG, WEIGHTS, AdapterStore, write_origin
 from qlora_rl.base.attention.attend import without_masks
 from qlora_rl.base.checkpoint import load_base, open_base
 from qlora_rl.contracts import Rollout, SamplingSpec, SyncReport
@@ -67,12 +68,26 @@ class _Held:
     steps: int = 0
 
 
+@dataclass(frozen=True)
+class _Saved:
+    """A saved adapter; another one, where its files were written again."""
+
+    directory: Path
+    files: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, directory: Path) -> _Saved:
+        found = [file.stat() for name in (CONFIG, WEIGHTS) if (file := directory / name).exists()]
+        return cls(directory, tuple((about.st_mtime_ns, about.st_size, about.st_ino) for about in found))
+
+
 @dataclass(eq=False)
 class _Guest:
-    """A lane for saved adapters, what it holds, and who reads it."""
+    """A lane for saved adapters, what it is to hold, what it holds (under `lock`), and who reads it."""
 
     lane: LocalEngine
-    directory: Path | None = None
+    wanted: _Saved | None = None
+    loaded: _Saved | None = None
     published: Path | None = None
     readers: int = 0
     used: int = 0
@@ -126,6 +141,7 @@ class Adapters:
         self._canary_every = canary_every
         self._held: dict[str, _Held] = {}
         self._training, self._guests_changed = threading.RLock(), threading.Condition()
+        self._waiting: list[object] = []  # for a guest; the first one is served first
         self._made = self._used = 0
         self._shared: SharedBase | None = None
         self._calibrated: dict[str, Any] = {}
@@ -376,7 +392,8 @@ class Adapters:
             `grad_norm`, before clipping, and `step`: how many there were.
 
         Raises:
-            ConfigConflictError: there are none, or they are not finite; the weights are as before.
+            ConfigConflictError: there are none, they are not finite, or a setting is out of range; weights and state
+                of the optimizer are as before.
         """
         with self._training:
             held = self._of(name)
@@ -462,22 +479,30 @@ class Adapters:
 
     @contextlib.contextmanager
     def _guest(self, directory: Path) -> Iterator[LocalEngine]:
-        """A lane that holds a saved adapter while it is read; waits where all of them hold others that are read."""
+        """A lane that holds a saved adapter while it is read; waits where all of them hold others that are read. Who
+        waits is not overtaken."""
+        saved, ticket = _Saved.of(adapter_in(directory)), object()
+
+        def free() -> list[_Guest]:
+            found = [guest for guest in self._guests if guest.wanted == saved]
+            return found or [guest for guest in self._guests if not guest.readers]
+
         with self._guests_changed:
-            while True:
-                found = [guest for guest in self._guests if guest.directory == directory]
-                free = found or [guest for guest in self._guests if not guest.readers]
-                if free:
-                    break
-                self._guests_changed.wait()
-            guest = min(free, key=lambda each: each.used)
-            self._used += 1
-            guest.readers, guest.used = guest.readers + 1, self._used
-            is_new, guest.directory = guest.directory != directory, directory
+            self._waiting.append(ticket)
+            try:
+                self._guests_changed.wait_for(lambda: self._waiting[0] is ticket and free())
+                guest = min(free(), key=lambda each: each.used)
+                self._used += 1
+                guest.readers, guest.used, guest.wanted = guest.readers + 1, self._used, saved
+            finally:
+                self._waiting.remove(ticket)
+                self._guests_changed.notify_all()
         try:
             with guest.lock:  # another reader may be loading it
-                if is_new or not guest.lane.version:
+                if guest.loaded != saved:
+                    guest.loaded = None
                     self._invite(guest, directory)
+                    guest.loaded = saved
             yield guest.lane
         finally:
             with self._guests_changed:
@@ -494,7 +519,6 @@ class Adapters:
             guest.published = published  # an engine that is rebuilt loads it again
             compare_held(guest.lane, bundle)
         except BaseException:
-            guest.directory = None
             if guest.lane.version:
                 guest.lane.withdraw_adapter("what was loaded last is not what was read")
             raise
@@ -518,7 +542,7 @@ class Adapters:
         """Give an adapter the weights of one that `save` has written, bit for bit; gradients are dropped.
 
         Raises:
-            AdapterRejectedError: it has other layers, another rank or base, or no optimizer's state.
+            AdapterRejectedError: it has other layers, another rank, scaling or base, or no optimizer's state.
         """
         path = Path(directory)
         read_adapter(path, self.base.path)

@@ -2,7 +2,10 @@
 up."""
 
 import copy
+import json
+import shutil
 import threading
+import time
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from peft import PeftModel
 from support import make_model
 
 from qlora_rl import (
+    AdapterRejectedError,
     Adapters,
     ConfigConflictError,
     EngineUnsupportedError,
@@ -19,6 +23,7 @@ from qlora_rl import (
     prepare_base,
 )
 from qlora_rl.adapter.several import OPTIMIZER
+from qlora_rl.adapter.store import CONFIG, WEIGHTS
 from qlora_rl.train.scoring.losses import LOSSES, TokenLoss
 
 OPTIONS = {"max_model_length": 64, "max_num_seqs": 64, "max_rank": 8}
@@ -56,23 +61,19 @@ def adapters_go(request):
             request.getfixturevalue("exact").drop(name)
 
 
-def rows_of(seed=0, count=5, longest=30):
-    """Rows of several lengths, with all that any loss takes."""
+def rows_of(seed=0, count=5, longest=30, loss="cross_entropy"):
+    """Rows of several lengths, with what the loss takes."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for length in torch.randint(3, longest, (count,), generator=generator).tolist():
         ids = torch.randint(2, 128, (length + 1,), generator=generator).tolist()
-        found.append(
-            TrainingRow(
-                ids[:-1],
-                ids[1:],
-                {
-                    "weights": torch.rand(length, generator=generator).tolist(),
-                    "logprobs": (-6 * torch.rand(length, generator=generator)).tolist(),
-                    "advantages": torch.randn(length, generator=generator).tolist(),
-                },
-            )
-        )
+        values = {
+            "weights": torch.rand(length, generator=generator).tolist(),
+            "logprobs": (-6 * torch.rand(length, generator=generator)).tolist(),
+            "advantages": torch.randn(length, generator=generator).tolist(),
+        }
+        taken = {name: values[name] for name in TokenLoss(loss).inputs}
+        found.append(TrainingRow(ids[:-1], ids[1:], taken))
     return found
 
 
@@ -85,10 +86,10 @@ def moved(adapters, name, seed=0, steps=3):
 
 def written_out(loss, new, row, low=0.8, high=1.2, beta=0.05):
     """Tinker's documentation, line by line, for one row: logprobs of the targets [T], with gradients."""
-    weights, old, advantages = (torch.tensor(row.inputs[name]) for name in ("weights", "logprobs", "advantages"))
-    ratio = torch.exp(new - old)
     if loss == "cross_entropy":
-        return (-new * weights).sum()
+        return (-new * torch.tensor(row.inputs["weights"])).sum()
+    old, advantages = (torch.tensor(row.inputs[name]) for name in ("logprobs", "advantages"))
+    ratio = torch.exp(new - old)
     if loss == "importance_sampling":
         return -(ratio * advantages).sum()
     if loss == "ppo":
@@ -116,7 +117,7 @@ def by_itself(base, directory, rows, loss, **config):
 def test_loss_logprobs_and_gradients_are_those_of_the_definitions(exact, float32, tmp_path, loss):
     exact.create("one", rank=4, seed=1)
     moved(exact, "one")
-    rows = rows_of(seed=7)
+    rows = rows_of(seed=7, loss=loss)
     config = {"clip_low_threshold": 0.5, "clip_high_threshold": 3.0} if loss in ("ppo", "cispo") else {}
     found = exact.forward_backward("one", rows, loss, **config)
     exact.save("one", tmp_path / "one")
@@ -136,7 +137,7 @@ def test_loss_logprobs_and_gradients_are_those_of_the_definitions(exact, float32
 def test_a_function_of_logprobs_has_the_gradients_of_the_loss_it_spells_out(exact):
     exact.create("one", rank=4, seed=1)
     moved(exact, "one")
-    rows = rows_of(seed=8)
+    rows = rows_of(seed=8, loss="ppo")
     told = exact.forward_backward("one", rows, "ppo")
     wanted = {name: gradient.clone() for name, gradient in exact.gradients("one").items()}
     exact._loras.take_gradients(exact._of("one").key)
@@ -223,9 +224,9 @@ def test_a_saved_adapter_goes_on_bit_for_bit(exact, tmp_path):
 def test_what_is_wrong_is_rejected_and_changes_nothing(exact):
     exact.create("one", rank=4, seed=1)
     moved(exact, "one")
-    exact.forward_backward("one", rows_of(seed=1), "ppo")
+    exact.forward_backward("one", rows_of(seed=1, loss="ppo"), "ppo")
     before = {name: gradient.clone() for name, gradient in exact.gradients("one").items()}
-    row = rows_of(seed=2, count=1)[0]
+    row = rows_of(seed=2, count=1, loss="ppo")[0]
     bad = copy.deepcopy(dict(row.inputs))
     bad["advantages"][1] = float("nan")
     for wrong, why in [
@@ -236,9 +237,16 @@ def test_what_is_wrong_is_rejected_and_changes_nothing(exact):
         (TrainingRow([-1, *row.tokens[1:]], row.targets, row.inputs), "vocabulary"),
         (TrainingRow(row.tokens, row.targets, bad), "not finite"),
         (TrainingRow(row.tokens, row.targets, {}), "no logprobs"),
+        (
+            TrainingRow(row.tokens, row.targets, {**row.inputs, "clip_low_threshold": [0.5] * len(row.tokens)}),
+            "has clip_low_threshold; this loss takes logprobs and advantages",
+        ),
     ]:
         with pytest.raises(ConfigConflictError, match=why):
-            exact.forward_backward("one", [*rows_of(seed=3), wrong], "ppo")
+            exact.forward_backward("one", [*rows_of(seed=3, loss="ppo"), wrong], "ppo")
+    for low, high in [(1.2, 0.8), (-0.1, 1.0), (0.8, -1.0), (1.3, 1.2)]:
+        with pytest.raises(ConfigConflictError, match="0 <= low <= high"):
+            exact.forward_backward("one", [row], "cispo", clip_low_threshold=low, clip_high_threshold=high)
     with pytest.raises(ConfigConflictError, match="not offered"):
         exact.forward_backward("one", [row], "gspo")
     with pytest.raises(ConfigConflictError, match="takes no beta"):
@@ -258,17 +266,73 @@ def test_what_is_wrong_is_rejected_and_changes_nothing(exact):
         exact.optim_step("one")
 
 
-def test_gradients_that_are_not_finite_leave_the_weights(exact):
+def held_by(adapters, name):
+    """Weights and state of the optimizer, copied."""
+    key = adapters._of(name).key
+    states = adapters._loras._optimizers[key].state
+    return [
+        each.detach().clone()
+        for parameter in adapters._loras._parameters[key].values()
+        for each in (parameter, *states.get(parameter, {}).values())
+    ]
+
+
+def test_a_step_that_would_not_be_finite_leaves_weights_and_state(exact):
     exact.create("one", rank=4, seed=1)
     moved(exact, "one")
-    key = exact._of("one").key
-    before = {name: p.detach().clone() for name, p in exact._loras._parameters[key].items()}
-    huge = [TrainingRow(r.tokens, r.targets, {"weights": [3e38] * len(r.tokens)}) for r in rows_of(count=1)]
-    exact.forward_backward("one", huge)
-    with pytest.raises(ConfigConflictError, match="norm of the gradients"):
-        exact.optim_step("one")
-    assert all(torch.equal(before[name], p) for name, p in exact._loras._parameters[key].items())
+    before = held_by(exact, "one")
+    row = rows_of(count=1)[0]
+    count = len(row.tokens)
+    far = {"logprobs": [-300.0] * count, "advantages": [1.0] * count}  # PPO's ratio is infinite, and clipped
+    for loss, inputs in [
+        ("cross_entropy", {"weights": [3e38] * count}),
+        ("cross_entropy", {"weights": [1e22] * count}),  # finite, and their squares are not
+        ("ppo", far),
+    ]:
+        exact.forward_backward("one", [TrainingRow(row.tokens, row.targets, inputs)], loss)
+        with pytest.raises(ConfigConflictError, match="norm of the gradients"):
+            exact.optim_step("one")
+    nothing = TrainingRow(row.tokens, row.targets, {"weights": [0.0] * count})
+    exact.forward_backward("one", [nothing])
+    with pytest.raises(ConfigConflictError, match="or the new weights are not finite"):  # the mean / eps
+        exact.optim_step("one", beta2=0.0, eps=1.2e-38, learning_rate=1e5)
+    assert all(torch.equal(old, new) for old, new in zip(before, held_by(exact, "one"), strict=True))
+    exact.create("new", rank=4)
+    weights = held_by(exact, "new")
+    exact.forward_backward("new", [TrainingRow(row.tokens, row.targets, {"weights": [1e22] * count})])
+    with pytest.raises(ConfigConflictError, match="or the new weights are not finite"):
+        exact.optim_step("new")
+    assert all(torch.equal(old, new) for old, new in zip(weights, held_by(exact, "new"), strict=True))
+    exact.forward_backward("one", [nothing])
+    for wrong in [
+        {"eps": 0.0}, {"eps": -1e-8}, {"eps": 1e-50}, {"weight_decay": -0.1}, {"learning_rate": float("inf")},
+        {"learning_rate": float("nan")}, {"learning_rate": -1e-4}, {"eps": float("inf")}, {"beta1": 1.0},
+        {"beta2": 1.0}, {"beta2": -0.1}, {"grad_clip_norm": float("nan")}, {"grad_clip_norm": -1.0},
+    ]:  # fmt: skip
+        with pytest.raises(ConfigConflictError, match=f"{next(iter(wrong))}="):
+            exact.optim_step("one", **wrong)
+    assert all(torch.equal(old, new) for old, new in zip(before, held_by(exact, "one"), strict=True))
+    exact.optim_step("one", eps=1.2e-38, beta1=0.0, beta2=0.0)  # of gradients that are 0
+    assert all(each.isfinite().all() for each in held_by(exact, "one"))
     moved(exact, "one", steps=1)
+
+
+@pytest.mark.parametrize("differs", [{"lora_alpha": 4.0}, {"use_rslora": True}, {"alpha_pattern": {"q_proj": 8.0}}])
+def test_an_adapter_with_another_scaling_is_not_loaded_and_opens_as_what_it_is(exact, tmp_path, differs):
+    exact.create("one", rank=4, alpha=32, seed=1)
+    moved(exact, "one")
+    exact.save("one", tmp_path / "one")
+    config = tmp_path / "one" / CONFIG
+    config.write_text(json.dumps(json.loads(config.read_text()) | differs))
+    before = held_by(exact, "one")
+    with pytest.raises(AdapterRejectedError, match=f"it has {next(iter(differs))}="):
+        exact.load("one", tmp_path / "one")
+    assert all(torch.equal(old, new) for old, new in zip(before, held_by(exact, "one"), strict=True))
+    exact.open("two", tmp_path / "one")
+    rows = rows_of(seed=9)
+    total, _, _ = by_itself(exact.base.path, tmp_path / "one", rows, "cross_entropy")
+    assert exact.forward("two", rows).loss == pytest.approx(total, rel=1e-5)
+    assert exact.forward("one", rows).loss != pytest.approx(total, rel=1e-5)
 
 
 def test_a_batch_of_eight_adapters_has_the_tokens_of_each_alone(eight):
@@ -317,6 +381,84 @@ def test_an_older_version_is_sampled_from_its_directory(eight, tmp_path):
     assert eight.score(PROMPTS, directory=tmp_path / "other") == eight.score(PROMPTS, "p2")
 
 
+@pytest.fixture
+def saved(exact, tmp_path):
+    """Three saved adapters, of whom one at a time can be sampled from, and what each samples."""
+    for seed, name in enumerate(("old", "new", "third")):
+        exact.create(name, rank=4, seed=seed)
+        moved(exact, name, seed=seed)
+        exact.save(name, tmp_path / name)
+    found = {name: exact.sample_saved(tmp_path / name, PROMPTS, **SAMPLED).completion_ids for name in exact}
+    assert len({str(ids) for ids in found.values()}) == 3
+    return found
+
+
+class Held:
+    """A lock that one thread gets last, whoever else wants it."""
+
+    def __init__(self, last):
+        self.lock, self.last = threading.Lock(), last
+        self.is_there, self.may_go = threading.Event(), threading.Event()
+
+    def __enter__(self):
+        if threading.current_thread() is self.last:
+            self.is_there.set()
+            assert self.may_go.wait(60)
+        self.lock.acquire()
+
+    def __exit__(self, *error):
+        self.lock.release()
+
+
+def test_whoever_is_first_at_a_saved_adapter_has_it_loaded(exact, saved, tmp_path, monkeypatch):
+    found = {}
+
+    def read(reader):
+        found[reader] = exact.sample_saved(tmp_path / "new", PROMPTS, **SAMPLED).completion_ids
+
+    first = threading.Thread(target=read, args=("first",))
+    monkeypatch.setattr(exact._guests[0], "lock", lock := Held(first))
+    first.start()
+    assert lock.is_there.wait(60)  # it has said what the lane is to hold, and is held up
+    read("second")
+    lock.may_go.set()
+    first.join()
+    assert found == {"first": saved["new"], "second": saved["new"]}
+
+
+def test_saved_adapters_take_turns(exact, saved, tmp_path):
+    order = []
+
+    def read(name):
+        order.append((name, exact.sample_saved(tmp_path / name, PROMPTS, **SAMPLED).completion_ids == saved[name]))
+
+    waiting, late = (threading.Thread(target=read, args=(name,)) for name in ("old", "third"))
+    with exact._guest(tmp_path / "third"):
+        waiting.start()
+        while not exact._guests_changed._waiters:
+            time.sleep(0.01)
+        late.start()
+        late.join(2)  # it would find its adapter loaded
+    waiting.join()
+    late.join()
+    assert order == [("old", True), ("third", True)]
+
+
+def test_a_saved_adapter_that_is_written_again_is_read_again(exact, saved, tmp_path):
+    def ids():
+        return exact.sample_saved(tmp_path / "third", PROMPTS, **SAMPLED).completion_ids
+
+    assert ids() == saved["third"]
+    shutil.copyfile(tmp_path / "new" / WEIGHTS, tmp_path / "third" / WEIGHTS)
+    assert ids() == saved["new"]
+    config = json.loads((tmp_path / "third" / CONFIG).read_text())
+    (tmp_path / "third" / CONFIG).write_text(json.dumps(config | {"lora_alpha": 0.25}))
+    assert ids() not in (saved["new"], saved["third"])
+    shutil.rmtree(tmp_path / "third")
+    with pytest.raises(AdapterRejectedError, match="no such directory"):
+        ids()
+
+
 def test_one_is_trained_while_another_is_sampled(eight):
     """The base is one: neither side may see the other's adapter."""
     wanted = eight.sample({"p6": PROMPTS * 4}, max_tokens=40, temperature=1.0, seed=1)["p6"]
@@ -332,9 +474,18 @@ def test_one_is_trained_while_another_is_sampled(eight):
 
 
 def test_an_adapter_that_goes_frees_its_place(exact):
+    exact.create("idle", rank=4)
+    moved(exact, "idle")
+    exact.push("idle")
+    wanted = exact.sample({"idle": PROMPTS}, **SAMPLED)["idle"].completion_ids
+    held = exact.engine.llm.llm_engine.list_loras()
     for number in range(5):
         exact.create(f"n{number}", rank=4)
         exact.push(f"n{number}")
         assert exact.sample({f"n{number}": PROMPTS}, max_tokens=2)[f"n{number}"].version == 1
         exact.drop(f"n{number}")
-    assert list(exact) == []
+        assert exact.engine.llm.llm_engine.list_loras() == held
+    assert exact.sample({"idle": PROMPTS}, **SAMPLED)["idle"].completion_ids == wanted
+    with pytest.raises(EngineUnsupportedError, match="belong to 2 lanes"):  # weights would drop every lane's adapter
+        exact.engine.load_dense(iter(()), 1)
+    assert list(exact) == ["idle"]

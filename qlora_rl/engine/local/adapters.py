@@ -121,7 +121,7 @@ class Adapters:
 
     def drop(self, llm: LLM) -> None:
         """Serve the bare base."""
-        for number in self._held or ([] if self.served is None else [self.served.request.lora_int_id]):
+        for number in self.numbers or (() if self.served is None else (self.served.request.lora_int_id,)):
             self._forget(llm, number)
         self._live, self.version, self.is_lost, self._slots = Versions(), 0, False, None
 

@@ -340,12 +340,13 @@ class LocalEngine:
             Bytes.
 
         Raises:
-            EngineUnsupportedError: the engine holds a 4-bit base.
+            EngineUnsupportedError: the engine holds a 4-bit base, or lanes are open.
             MissingDependencyError: it takes adapters, too, before vLLM 0.31.
             EngineBusyError: a model borrows the base.
             SyncError: not all arrived. Nothing is served until a push arrives whole; if none had, the old version
                 serves on.
         """
+        self._reject_beside_lanes()
         self._dense.require_place(self.base, self.capabilities())
         self.borrowers.reject("loading weights")
         self.wake()
@@ -543,7 +544,7 @@ class LocalEngine:
     def _reject_beside_lanes(self) -> None:
         if self._lanes:
             raise EngineUnsupportedError(
-                f"pushing an adapter: the engine's slots belong to {len(self._lanes)} lanes. Push to one of them, or "
+                f"pushing to the engine itself: its slots belong to {len(self._lanes)} lanes. Push to one of them, or "
                 "close them."
             )
 

@@ -24,7 +24,7 @@ class TrainingRow:
         tokens: that the model reads.
         targets: for each of them the token that is scored behind it; as a rule the tokens moved by one.
         inputs: values for each target, by name: `weights` for cross_entropy; `logprobs` (when it was sampled) and
-            `advantages` for the others.
+            `advantages` for the others. A loss rejects those that it does not take.
     """
 
     tokens: Sequence[int]
@@ -88,7 +88,7 @@ class TokenLoss:
         config: `clip_low_threshold` and `clip_high_threshold` of ppo and cispo (0.8, 1.2), `beta` of dro (0.05).
 
     Raises:
-        ConfigConflictError: there is no such loss, or it has no such setting.
+        ConfigConflictError: there is no such loss, it has no such setting, or not 0 <= low <= high.
     """
 
     name: str
@@ -103,6 +103,11 @@ class TokenLoss:
             raise ConfigConflictError(
                 f"choosing a loss: {self.name} takes no {wrong[0]}={self.config[wrong[0]]!r}. It takes numbers for: "
                 f"{', '.join(known) or 'nothing'}."
+            )
+        thresholds = [{**known, **self.config}[key] for key in _CLIP if key in known]
+        if [0, *thresholds] != sorted([0, *thresholds]):
+            raise ConfigConflictError(
+                f"choosing a loss: {self.name} clips to {thresholds}. The thresholds are 0 <= low <= high."
             )
 
     def __call__(self, logprobs_N: torch.Tensor, given: Tensors) -> torch.Tensor:
@@ -139,6 +144,8 @@ class TokenLoss:
             return f"has {len(row.targets)} target_tokens for {count} tokens"
         if not all(0 <= token < vocabulary for each in (row.tokens, row.targets) for token in each):
             return f"has a token outside of the vocabulary of {vocabulary}"
+        if unknown := sorted(row.inputs.keys() - set(self.inputs)):
+            return f"has {', '.join(unknown)}; this loss takes {' and '.join(self.inputs)}, and nothing else"
         for name in self.inputs:
             values = row.inputs.get(name)
             if values is None or len(values) != count:
