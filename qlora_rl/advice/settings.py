@@ -219,7 +219,7 @@ def recommend(
             base["compute_dtype"], config["bf16"] = "float16", False
             reasons["compute_dtype"] = reasons["bf16"] = "the base computes in float16"
             reasons["adapter_dtype"] = reasons["adapter_dtype"].replace("bf16", "float16")
-        elif made.measured is not None and (nearer := made.measured.rounds_less):
+        elif made.measured and spec.compute_dtype == "bfloat16" and (nearer := made.measured.rounds_less):
             reasons["bf16"] += f". {nearer}: {_FLOAT16}"
     elif spec.is_4bit and not getattr(config_of_model, "quantization_config", None):
         reasons["calibrate"] = _CALIBRATED

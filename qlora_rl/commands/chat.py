@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     """A talk in a terminal; from a pipe each line is a talk of its own."""
     import json
 
-    from qlora_rl.errors import ConfigConflictError, EngineBrokenError
+    from qlora_rl.errors import ConfigConflictError, QloraRLError
 
     if arguments.system and arguments.raw:
         raise UsageError("chatting: --system with --raw, which uses no messages. Leave one of them out.")
@@ -85,6 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
     talks = {"": talk}
     if arguments.teacher:
         talks = {"student": talk, "teacher": talk.with_teacher()}
+        if arguments.system is not None and trained.config["teacher"].get("reads"):
+            print("the teacher reads what it read in training, without --system", file=sys.stderr)
         if lacks := talks["teacher"].lacks:
             print(f"the teacher reads what you say alone; in training it also read {lacks}", file=sys.stderr)
     if not sys.stdin.isatty():
@@ -141,7 +143,7 @@ def run(arguments: argparse.Namespace) -> int:
             images = []
         except KeyboardInterrupt:
             pass
-        except (ConfigConflictError, EngineBrokenError, argparse.ArgumentTypeError) as error:
+        except (QloraRLError, argparse.ArgumentTypeError) as error:
             print(error, end="")
         print()
 

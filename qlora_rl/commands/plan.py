@@ -138,13 +138,16 @@ def run(arguments: argparse.Namespace) -> int:
     from qlora_rl.cpu_features import processor
     from qlora_rl.memory.calibrating import calibration_cost
     from qlora_rl.memory.plan import largest_length
-    from qlora_rl.memory.shape import stored_base
+    from qlora_rl.memory.shape import read_config, stored_base
 
     longest = largest_length(estimate) if arguments.gpu_memory is not None else None
     base = stored_base(arguments.model) if arguments.quant is None else None
     measured = None if base is None else base.measured
-    spec = estimate.request.spec
-    cost = calibration_cost(estimate.shape) if base is None and spec.is_4bit and not spec.quantize_experts else None
+    config = read_config(arguments.model, trust_remote_code=arguments.trust_remote_code)
+    is_quantised = base is not None or getattr(config, "quantization_config", None)
+    # The cost is that of a dense model: experts that stay in 16 bits are in a block, too.
+    is_known = estimate.request.spec.is_4bit and not is_quantised and not estimate.shape.experts
+    cost = calibration_cost(estimate.shape) if is_known else None
     if arguments.json:
         found = estimate.as_dict() | {"longest_max_length": longest}
         found["savings"] = [vars(saving) for saving in estimate.savings()]
@@ -208,10 +211,15 @@ def _estimate(arguments: argparse.Namespace) -> MemoryEstimate:
     if (who := arguments.teacher) is not None or arguments.teacher_more:
         if arguments.method not in TAUGHT:
             raise UsageError(
-                f"planning the memory: --teacher with --method {arguments.method}, which has none. Pass --method "
-                "distill."
+                f"planning the memory: {'--teacher-more' if who is None else '--teacher'} with --method "
+                f"{arguments.method}, which has no teacher. Pass --method distill."
             )
         if who is not None and "://" in who:
+            if arguments.teacher_more:
+                raise UsageError(
+                    "planning the memory: --teacher-more with a server as --teacher, which reads in memory of its own. "
+                    "Leave it out."
+                )
             taught_by = teacher_fields(top_k=_TOP_K)
         elif who is not None:
             place = "adapter" if is_adapter(who) else "model"

@@ -123,7 +123,7 @@ def reading(prompts: Sequence[Any], read: Sequence[Any]) -> dict[str, Any] | Non
     ways = []
     for prompt, other in zip(prompts, read, strict=True):
         before: list[Any] = []
-        if isinstance(prompt, list) and isinstance(other, list):
+        if isinstance(prompt, list) and isinstance(other, list) and prompt and other:
             before, prompt, other = other[:-1], prompt[-1].get("content"), other[-1].get("content")
         if not (isinstance(prompt, str) and isinstance(other, str) and prompt in other and prompt):
             return None

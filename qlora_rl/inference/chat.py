@@ -114,10 +114,10 @@ class Conversation:
             from qlora_rl.engine.client import PromptLogprobs
 
             key = facts.get("key_file")
-            talk._server = PromptLogprobs(facts["url"], model=facts["model"], api_key_file=key, wait_s=_WAIT_S)
+            talk._server = PromptLogprobs(facts["url"], model=facts.get("model"), api_key_file=key, wait_s=_WAIT_S)
             if "logprobs" not in facts and talk._server.digest() != facts["digest"]:  # it is one of ours
                 raise ConfigConflictError(
-                    f"chatting: the teacher at {facts['url']} serves another {facts['model']!r} than the one that "
+                    f"chatting: the teacher at {facts['url']} serves another {talk._server.model!r} than the one that "
                     "taught the run. Serve that again."
                 )
         else:

@@ -9,7 +9,14 @@ import torch
 from datasets import Dataset
 from test_distillation import HINTED, make, saved_adapter, taught  # noqa: F401
 
-from qlora_rl import AdapterRejectedError, BaseIncompleteError, ConfigConflictError, EngineBrokenError, load_base
+from qlora_rl import (
+    AdapterRejectedError,
+    BaseIncompleteError,
+    ConfigConflictError,
+    EngineBrokenError,
+    EngineUnsupportedError,
+    load_base,
+)
 from qlora_rl.adapter.inspected import bare_model
 from qlora_rl.adapter.load import load_adapter
 from qlora_rl.cli import main
@@ -41,7 +48,7 @@ def said_by(model, tokenizer, prompt):
 
 @pytest.mark.parametrize("kind", ["none", "policy", "adapter", "model"])
 def test_the_teacher_answers_as_it_taught_and_the_student_as_alone(
-    kind, make, base, taught, other_model_dir, tmp_path  # noqa: F811
+    kind, make, base, taught, other_model_dir, tmp_path, monkeypatch, capsys  # noqa: F811
 ):  # fmt: skip
     who = {"teacher_model": str(other_model_dir)} if kind == "model" else {"teacher_adapter": kind}
     rows = TOLD if kind == "none" else WRAPPED
@@ -68,6 +75,9 @@ def test_the_teacher_answers_as_it_taught_and_the_student_as_alone(
     if kind == "none":
         assert teacher._said[:2] == BEFORE  # the talk goes on from what it reads
         assert talk._said[0]["role"] == "user"
+        monkeypatch.setattr("sys.stdin", io.StringIO())
+        assert main(["chat", str(tmp_path / "run"), "--teacher", "--system", "X"]) == 0
+        assert "the teacher reads what it read in training, without --system" in capsys.readouterr().err
 
 
 def test_a_hint_that_is_in_the_rows_alone_is_missed_aloud(make, tmp_path, monkeypatch, capsys):  # noqa: F811
@@ -90,6 +100,16 @@ def test_a_hint_that_is_in_the_rows_alone_is_missed_aloud(make, tmp_path, monkey
     lines = [each for each in capsys.readouterr().out.splitlines() if not each.startswith("[cut off")][1:]
     sides = [(f"student: {each['answer']}", f"teacher: {each['teacher_answer']}") for each in found]
     assert lines == [line for side in sides for line in side]
+    typed = iter(["12+34=", "1+1=", "/quit"])
+
+    def unsupported(talk, *_):
+        raise EngineUnsupportedError("asking the teacher: it does not say which tokens it samples.")
+        yield
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Conversation, "_stream", unsupported)
+        assert main(words) == 0
+    assert capsys.readouterr().out.count("it does not say which tokens it samples") == 2
     assert main([*words, "--base-only"]) == 2
     assert "which is no student" in capsys.readouterr().err
 
@@ -117,7 +137,7 @@ def test_a_teacher_that_is_another_or_nowhere_is_said(make, base, taught, tmp_pa
         with_facts(kind="model", digest="0", path=str(tmp_path / "nowhere")).with_teacher()
     with pytest.raises(ConfigConflictError, match="its training was no distillation"):
         with_facts().with_teacher()
-    monkey = with_facts(kind="server", url="http://127.0.0.1:9", model="big", digest="0", logprobs=[])
+    monkey = with_facts(kind="server", url="http://127.0.0.1:9", digest="0")  # an earlier version names no model
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("qlora_rl.inference.chat._WAIT_S", 0.1)
         with pytest.raises(EngineBrokenError, match="stayed away"):
@@ -129,6 +149,7 @@ def test_what_a_teacher_reads_is_known_where_all_rows_make_it_alike():
     assert reading(asked, [f"So: {each} {each}" for each in asked]) == {"before": [], "text": ["So: ", " ", ""]}
     assert reading(asked, ["1+1=2\n1+1=", "2+2=4\n2+2="]) is None
     assert reading(asked, ["other", "rows"]) is None
+    assert reading([[], []], [BEFORE, BEFORE]) is None
     assert reading(asked[:1], ["Hint: 1+1="]) is None  # of one row nobody knows
     talks = [[{"role": "system", "content": "Own."}, {"role": "user", "content": each}] for each in asked]
     told = [[*BEFORE, {"role": "user", "content": f"{each} (shortly)"}] for each in asked]

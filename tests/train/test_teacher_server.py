@@ -28,6 +28,7 @@ from qlora_rl.engine.client import prompt_logprobs as client
 from qlora_rl.engine.fake import FakeEngine
 from qlora_rl.errors import AccessDeniedError, EngineUnsupportedError
 from qlora_rl.sync.forward import evaluating
+from qlora_rl.train.run.identity import reject_other
 from qlora_rl.train.scoring import divergence
 from qlora_rl.train.setup.linears import apply_linears
 from qlora_rl.train.teacher import ServerTeacher
@@ -281,6 +282,23 @@ def test_a_run_with_a_server_goes_on_bit_for_bit_and_not_with_another_teacher(ma
     teacher.spoil = lambda answer: next(first, lambda answer: answer)(answer)
     make(fields, rollout=own(), existing_run="resume", **who).train()
     assert_same_run(tmp_path / "run", tmp_path / "straight")
+
+
+def test_a_teacher_of_an_earlier_version_is_the_same_and_another_is_not():
+    now = {"processes": 1, "teacher": "kind server, model policy, top_k 20, digest ab"}
+
+    def reject(teacher):
+        reject_other("checkpoint", now | {"teacher": teacher}, now)
+
+    reject("kind server, top_k 20, digest ab")  # named no model of a server of ours
+    reject("kind server, top_k 20, model policy, digest ab")
+    for other in (
+        "kind server, top_k 20, digest cd",
+        "kind server, top_k 20, model big, digest ab",
+        "kind server, top_k 20, digest ab, prompt hinted",
+    ):
+        with pytest.raises(ConfigConflictError, match=r"teacher was .*kind server.* and is .*kind server"):
+            reject(other)
 
 
 def nudged(answer):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support import make_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
 from qlora_rl import ConfigConflictError, QuantSpec, load_base, prepare_base, recommend
 from qlora_rl.base import checkpoint
@@ -430,6 +430,18 @@ def test_recommend_and_plan_name_what_was_measured_and_what_can_be_calibrated(
     assert (found["measured"], found["calibration"]) == (calibrated.measured.as_dict(), None)
 
 
+def test_no_cost_is_planned_with_experts_or_of_what_is_quantised_already(model_dir, tmp_path, capsys):
+    mixture = Qwen3MoeConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32, num_experts=4
+    )
+    fields = json.loads((model_dir / "config.json").read_text())
+    quantised = fields | {"quantization_config": QuantSpec().transformers_config()}
+    for config, has_cost in ((mixture.to_dict(), False), (quantised, False), (fields, True)):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert main(["plan", str(tmp_path / "config.json"), "--json"]) == 0
+        assert (json.loads(capsys.readouterr().out)["calibration"] is not None) == has_cost
+
+
 def test_what_a_calibration_takes_is_planned_about_as_it_was_measured():
     """As benchmarks/calibrating.py has measured it; seconds on cores that other programs used, too."""
     rows = json.loads((Path(__file__).parents[2] / "benchmarks/results/calibrating.json").read_text())["rows"]
@@ -451,6 +463,9 @@ def test_recommend_names_float16_where_it_rounds_less_and_fits_and_follows_a_bas
     assert (advice.base["compute_dtype"], advice.config["bf16"]) == ("float16", False)
     assert prepare_base(half.path, **advice.base) == half
     assert "`qlora-rl prepare MODEL DIR` measures" in recommend(model_dir).reasons["bf16"]
+    exact = prepare_base(model_dir, compute_dtype="float32", measure=True, out=tmp_path / "exact")
+    assert exact.measured.rounds_less
+    assert "less mismatch" not in recommend(exact.path).reasons["bf16"]
     made = prepare_base(model_dir, measure=True, out=tmp_path / "base")
     assert 0 < 4 * made.measured.kl_float16 < made.measured.kl_bfloat16 < 0.01  # three bits more: about 64 times
     assert 0 < made.measured.largest < 100

@@ -150,7 +150,11 @@ def test_the_command_plans_a_teacher(tmp_path, capsys):
     request = json.loads(capsys.readouterr().out)["request"]
     assert (request["teacher_bytes"], request["teacher_more"]) == (2 * 8 * 4, 64)
     assert main(["plan", str(path), "--teacher", str(path)]) == 2
-    assert "--method distill" in capsys.readouterr().err
+    assert "--teacher with --method grpo, which has no teacher. Pass --method distill" in capsys.readouterr().err
+    assert main(["plan", str(path), "--teacher-more", "5"]) == 2
+    assert "--teacher-more with --method grpo" in capsys.readouterr().err
+    assert main([*asked, "--teacher", "http://host:8000", "--teacher-more", "5"]) == 2
+    assert "--teacher-more with a server as --teacher" in capsys.readouterr().err
 
 
 def test_the_command_plans_methods_and_host_memory(tmp_path, capsys):

@@ -234,3 +234,19 @@ def test_products_that_are_two_percent_off_are_found_at_any_rank_and_rounding_is
     add = AdapterProducts._add
     monkeypatch.setattr(AdapterProducts, "_add", lambda *given: add(*given[:-1], 1.02 * given[-1]))
     assert not products.is_applied((a,), (b,), 0, columns)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_products_that_cancel_are_found_applied(dtype, monkeypatch):
+    """As of an adapter that PEFT has made of PiSSA or OLoRA, before its first step."""
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(1, 1, 16, 1024, generator=generator) / 32
+    b = torch.randn(1, 1, 768, 16, generator=generator) / 32
+    b = torch.cat([b, -b], dim=3).to(dtype)
+    products, columns = AdapterProducts(None), range(32)
+    assert products.is_applied((torch.cat([a, a], dim=2).to(dtype),), (b,), 0, columns)
+    b[..., 0] += 0.1  # and what is left is still looked at
+    assert products.is_applied((torch.cat([a, a], dim=2).to(dtype),), (b,), 0, columns)
+    add = AdapterProducts._add
+    monkeypatch.setattr(AdapterProducts, "_add", lambda *given: add(*given[:-1], 1.05 * given[-1]))
+    assert not products.is_applied((torch.cat([a, a], dim=2).to(dtype),), (b,), 0, columns)

@@ -18,8 +18,9 @@ from qlora_rl.engine.linears.cpu_kernel import CodesKernel, codes_kernel
 
 Groups = list[tuple[int, torch.Tensor | None]]
 # One sum of R products may be off by this share of its summands (16-bit rounding, twice), and all sums of a matrix by
-# this share of them, as root mean squares (measured: 0.0018): a factor of 1.02 is within the rounding of each.
-ROUNDING, ROUNDING_OF_ALL = 0.02, 0.01
+# this share of them, as root mean squares (measured: 0.0018): a factor of 1.02 is within the rounding of each. Where
+# summands cancel, float32 leaves this share of them.
+ROUNDING, ROUNDING_OF_ALL, ROUNDING_FLOAT32 = 0.02, 0.01, 1e-6
 # Columns of A of which a product is asked after a push.
 _ASKED = 32
 
@@ -102,8 +103,10 @@ class AdapterProducts:
             off_OC = part.T.float() - sums_OC
             kind = torch.finfo(b.dtype)
             least = kind.tiny * kind.eps  # what is no normal number is rounded to multiples of this
-            room = ROUNDING * (b_OR.abs() @ columns_RC.abs()) + torch.finfo(torch.float32).tiny
-            room_of_all = ROUNDING_OF_ALL * sums_OC.norm() + least * off_OC.numel() ** 0.5
+            summands_OC = b_OR.abs() @ columns_RC.abs()
+            room = ROUNDING * summands_OC + torch.finfo(torch.float32).tiny
+            room_of_all = ROUNDING_OF_ALL * sums_OC.norm() + ROUNDING_FLOAT32 * summands_OC.norm()
+            room_of_all += least * off_OC.numel() ** 0.5
             if not bool((off_OC.abs() <= room + b_OR.shape[1] * least).all() & (off_OC.norm() <= room_of_all)):
                 return False
         return True
