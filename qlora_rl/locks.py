@@ -20,11 +20,24 @@ _ABANDONED_S = 600.0
 _claimed: dict[str, int] = {}
 
 
-def hold(directory: Path) -> int:
-    """Lock a directory until the process ends, or the handle that is returned is closed."""
+def hold(directory: Path, *, alone: bool = False) -> int:
+    """Lock a directory until the process ends, or the handle that is returned is closed.
+
+    Args:
+        alone: nobody else may hold it.
+
+    Raises:
+        BlockingIOError: somebody does.
+    """
     handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    with contextlib.suppress(OSError):  # a file system without locks
+    try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if alone:
+            os.close(handle)
+            raise
+    except OSError:  # a file system without locks
+        pass
     return handle
 
 

@@ -114,7 +114,7 @@ def pass_body(model: str, seq: int, rows: list[dict[str, Any]], loss: str = "cro
                 value={
                     "dense": np.asarray(values, "<i8" if name == "target_tokens" else "<f4").tobytes(),
                     "dtype": 2 if name == "target_tokens" else 1,
-                    "shape": list(np.shape(values)),
+                    "shape": bytes(np.shape(values)),  # each below 128
                 },
             )
             for name, values in row.items()

@@ -24,10 +24,10 @@ CREATE TABLE IF NOT EXISTS models (
     id TEXT PRIMARY KEY, session TEXT, owner TEXT, rank INTEGER, metadata TEXT, state TEXT DEFAULT '',
     applied INTEGER DEFAULT -1, done INTEGER DEFAULT -1, used REAL);
 CREATE TABLE IF NOT EXISTS requests (
-    model TEXT, seq INTEGER, kind TEXT, body BLOB, digest TEXT, state TEXT DEFAULT 'waiting', form TEXT, result BLOB,
+    model TEXT, seq INTEGER, kind TEXT, body BLOB, digest TEXT, state TEXT, form TEXT, result BLOB,
     PRIMARY KEY (model, seq));
 CREATE TABLE IF NOT EXISTS samplers (
-    id TEXT PRIMARY KEY, session TEXT, owner TEXT, model TEXT, directory TEXT, path TEXT);
+    id TEXT PRIMARY KEY, session TEXT, owner TEXT, model TEXT, directory TEXT, path TEXT, seq INTEGER);
 CREATE TABLE IF NOT EXISTS saved (
     path TEXT PRIMARY KEY, owner TEXT, model TEXT, kind TEXT, seq INTEGER, directory TEXT, size INTEGER, made REAL,
     expires REAL, metadata TEXT);
@@ -85,17 +85,29 @@ class Journal:
                 f"DELETE FROM {table} WHERE {' AND '.join(f'{name} = ?' for name in where)}", tuple(where.values())
             )
 
-    def submit(self, model: str, seq: int, kind: str, body: bytes, same: bytes | None = None) -> bool:
+    def noted(self, model: str, first: int, last: int) -> list[Row]:
+        """Number, kind and state of a model's requests from one number to another, without bodies and results."""
+        asked = "SELECT seq, kind, state FROM requests WHERE model = ? AND seq BETWEEN ? AND ? ORDER BY seq"
+        with self._lock:
+            return [dict(row) for row in self._db.execute(asked, (model, first, last))]
+
+    def submit(
+        self, model: str, seq: int, kind: str, body: bytes, same: bytes | None = None, late: bytes | None = None
+    ) -> bool:
         """Note a request; one that is sent again is the same. Whether it is new.
 
         Args:
             same: by what it is known again; the body, unless something in that is new each time.
+            late: what is said of it at once, where it is not to be computed.
 
         Raises:
             ConfigConflictError: another one had its number.
         """
         digest = hashlib.sha256(kind.encode() + (body if same is None else same)).hexdigest()
-        if self.put("requests", model=model, seq=seq, kind=kind, body=body, digest=digest):
+        fields: Row = {"state": "waiting", "body": body}
+        if late is not None:
+            fields = {"state": "void", "body": b"", "form": "failed", "result": late}
+        if self.put("requests", model=model, seq=seq, kind=kind, digest=digest, **fields):
             return True
         known = self.row("requests", model=model, seq=seq)
         if known is not None and known["digest"] != digest:
@@ -105,13 +117,21 @@ class Journal:
         return False
 
     def finish(self, model: str, seq: int, state: str, form: str, result: bytes, saved: str | None = None) -> None:
-        """Note what came of a request; with `saved`, that the model's state up to it is in that directory."""
+        """Note what came of a request; with `saved`, that the model's state up to it is in that directory.
+
+        Args:
+            state: "done"; "failed", which may have dropped gradients; or "void", which has changed nothing.
+        """
         with self._lock, self._db:
             self._change("requests", {"model": model, "seq": seq}, {"state": state, "form": form, "result": result})
             fields: Row = {"done": seq, "used": time.time()}
             if saved is not None:
                 fields |= {"state": saved, "applied": seq}
-                self._db.execute("UPDATE requests SET body = '' WHERE model = ? AND seq <= ?", (model, seq))
+                self._db.execute(
+                    "UPDATE requests SET body = '' WHERE model = ? AND seq <= ? "
+                    "AND seq > (SELECT applied FROM models WHERE id = ?)",
+                    (model, seq, model),
+                )
                 self._db.execute("DELETE FROM requests WHERE model = ? AND seq < ?", (model, seq - _RESULTS))
             self._change("models", {"id": model}, fields)
 

@@ -7,7 +7,7 @@ integers there, and maps lists of entries.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ MEDIA_TYPE = "application/x-protobuf"
 _TYPES = {"double": 1, "int64": 3, "int32": 5, "bool": 8, "string": 9, "bytes": 12}
 _MESSAGES = """
 Csr         crow_indices:bytes=2
-Tensor      dense:bytes=1 sparse:Csr=2 dtype:int32=3 shape:int64*=4
+Tensor      dense:bytes=1 sparse:Csr=2 dtype:int32=3 shape:bytes=4
 Named       key:string=1 value:Tensor=2
 Text        tokens:bytes=1
 Other       data:bytes=1
@@ -39,8 +39,12 @@ Passed      kind:string=1 records:Record*=2 metrics:Metric*=3
 Sequence    stop_reason:int32=1 tokens:bytes=2 logprobs:bytes=3
 Sampled     sequences:Sequence*=1 prompt_logprobs:bytes=2
 """
+_ROWS = 3  # number of the field in a request
 _FLOAT32, _INT64 = 1, 2
 _STOP, _LENGTH = 0, 1
+MOST_ROWS = 8192  # of a pass
+# Of a pass: rows, pieces of them and settings together; tokens and values of tensors.
+_MOST_PIECES, _MOST_VALUES = 2**17, 2**23
 
 
 def _classes() -> dict[str, Any]:
@@ -83,17 +87,33 @@ class PassRequest:
     sent: Any
 
     @classmethod
-    def parse(cls, body: bytes) -> PassRequest:
+    def parse(cls, body: bytes, longest: int = 2**31) -> PassRequest:
         """Read a body.
 
+        Args:
+            longest: row, in tokens.
+
         Raises:
-            ValueError: it is none.
+            ValueError: it is none, or more than is computed at once: two bytes of it can be a row, which takes
+                hundreds when it is read.
         """
+        rows = 0
+        for pieces, is_row in enumerate(_pieces(memoryview(body)), 1):
+            rows += is_row
+            if rows > MOST_ROWS or pieces > _MOST_PIECES:
+                raise ValueError(
+                    f"a forward_backward has at most {MOST_ROWS} rows, and {_MOST_PIECES} pieces of rows and settings. "
+                    "Send several."
+                )
         sent = _OF["Request"]()
         try:
             sent.ParseFromString(body)
         except message.DecodeError as error:
             raise ValueError(f"the body is no request of Tinker's client: {error}") from error
+        size = sum(len(chunk.text.tokens) for datum in sent.data for chunk in datum.chunks)
+        size += sum(len(each.value.dense) for datum in sent.data for each in datum.inputs)
+        if size // 4 > (most := min(_MOST_VALUES, 8 * MOST_ROWS * longest)):
+            raise ValueError(f"a forward_backward has at most {most} tokens and values, and this {size // 4}.")
         return cls(sent.model_id, sent.seq_id, sent.loss_fn, sent.forward_only, sent)
 
     @property
@@ -119,6 +139,36 @@ class PassRequest:
         return found
 
 
+def _pieces(sent: memoryview) -> Iterator[bool]:
+    """One for each field of a request, and of its rows: whether it is a row."""
+    for number, held in _fields(sent):
+        yield number == _ROWS
+        if number == _ROWS:
+            yield from (False for _ in _fields(held))
+
+
+def _fields(sent: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """Numbers of a message's fields, and what those with a length hold; nothing is built."""
+    at = 0
+    while at < len(sent):
+        tag, at = _varint(sent, at)
+        size = {1: 8, 5: 4}.get(tag & 7, 0)  # groups, which nobody sends, count as their fields
+        if tag & 7 in (0, 2):
+            value, at = _varint(sent, at)
+            size = value if tag & 7 else 0
+        yield tag >> 3, sent[at : at + size]
+        at += size
+
+
+def _varint(sent: memoryview, at: int) -> tuple[int, int]:
+    found = 0
+    for place, byte in enumerate(sent[at : at + 10]):
+        found |= (byte & 127) << 7 * place
+        if byte < 128:
+            return found, at + place + 1
+    raise ValueError("the body is no request of Tinker's client: it ends in a number")
+
+
 def _tokens(chunk: Any) -> list[int]:
     if not chunk.HasField("text"):
         raise ValueError("it holds an image or audio, and rows of text alone are offered")
@@ -126,7 +176,7 @@ def _tokens(chunk: Any) -> list[int]:
 
 
 def _values(tensor: Any) -> list[float]:
-    if tensor.HasField("sparse") or len(tensor.shape) > 1:
+    if tensor.HasField("sparse") or sum(byte < 128 for byte in tensor.shape) > 1:  # ends of numbers
         raise ValueError("it has a tensor of two dimensions, and one value for each token is offered")
     if tensor.dtype not in (_FLOAT32, _INT64):
         raise ValueError(f"it has a tensor of dtype {tensor.dtype}; float32 (1) and int64 (2) are known")

@@ -8,6 +8,7 @@ import hashlib
 import hmac
 import json
 import secrets
+import sqlite3
 import time
 from typing import Annotated, Any, Literal
 
@@ -281,6 +282,10 @@ def make_app(service: Service, tokenizer: str, url: str) -> FastAPI:
     def wrong(request: Request, error: Exception) -> JSONResponse:
         return JSONResponse({"error": str(error), "category": "user"}, 422)
 
+    @app.exception_handler(sqlite3.Error)
+    def unwritten(request: Request, error: sqlite3.Error) -> JSONResponse:  # the client asks again
+        return JSONResponse({"error": f"the journal cannot be used: {error}", "category": "server"}, 503)
+
     return app
 
 
@@ -327,8 +332,9 @@ class _Api:
         router.api_route("/{path:path}", methods=["GET", "POST", "PUT", "PATCH", "DELETE"])(self.nothing)
         return router
 
-    def healthz(self) -> dict[str, str]:
-        return {"status": "ok"}
+    def healthz(self) -> Any:
+        dead = self._service.dead()
+        return JSONResponse({"status": f"ended: {', '.join(dead)}"}, 503) if dead else {"status": "ok"}
 
     def get_server_capabilities(self) -> dict[str, Any]:
         length = self._service.adapters.max_model_length
@@ -395,10 +401,11 @@ class _Api:
         return {"type": "get_info", "model_data": data} | about
 
     async def forward_backward(self, request: Request) -> dict[str, Any]:
-        body = await request.body()
-        asked = PassRequest.parse(body)
-        noted = (asked.model_id, request.state.owner, asked.seq_id, "pass", body)
-        return self._noted(await run_in_threadpool(self._service.submit, *noted))
+        return self._noted(await run_in_threadpool(self._pass, await request.body(), request.state.owner))
+
+    def _pass(self, body: bytes, owner: str) -> tuple[str, int]:
+        asked = PassRequest.parse(body, self._service.adapters.max_model_length)
+        return self._service.submit(asked.model_id, owner, asked.seq_id, "pass", body)
 
     def optim_step(self, body: StepBody, request: Request) -> dict[str, Any]:
         return self._submit(body, request, "optim_step", body.adam_params.model_dump())
@@ -468,7 +475,8 @@ class _Api:
         except TimeoutError:
             waiting = {"type": "try_again", "request_id": body.request_id, "queue_state": "active"}
             return JSONResponse(waiting, 408)
-        return Response(content, media_type=MEDIA_TYPE if form == "proto" else "application/json")
+        media_type = MEDIA_TYPE if form == "proto" else "application/json"
+        return Response(content, 503 if form == "again" else 200, media_type=media_type)
 
     def about_sampler(self, sampler: str, request: Request) -> dict[str, Any]:
         found = self._service.sampler(sampler, request.state.owner)

@@ -7,6 +7,7 @@ many of them holds up another's step. A few threads sample; what they ask shares
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -14,7 +15,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ from qlora_rl.errors import (
     EngineBrokenError,
     EngineClosedError,
     QloraRLError,
+    RolloutCancelledError,
+    RunDirectoryError,
     SyncError,
     VersionGoneError,
 )
@@ -45,10 +48,14 @@ KEPT_SAMPLERS = 8
 _RESULTS, _RESULT_BYTES = 4096, 2**28
 # Until a request is given up because one with a smaller number has not come.
 GAP_S = 60.0
+# Until a request whose result could not be noted is computed again.
+_RETRY_S = 5.0
 _SAMPLING_THREADS = 16
+# Requests after whose failure a model is read from disk again: they may have changed what is in memory.
+_CHANGES = ("create_model", "open_model", "optim_step", "load_weights")
 
 Result = tuple[str, bytes]
-"""A form ("json", "proto", "failed") and what is sent."""
+"""A form ("json", "proto", "failed"; "again" is no result, and the client asks again) and what is sent."""
 
 
 @dataclass(eq=False)
@@ -58,19 +65,24 @@ class _Line:
     Attributes:
         name: of its adapter while that is in memory; another one each time, so that nothing takes it for the one
             before.
-        done: number of the last request that is over.
+        done: number of the last request that is over, and all before it.
+        void: numbers behind that which have failed because one before them is missing.
         current: the one that is computed, micro-batch by micro-batch.
         served: when it had its last turn, in turns.
+        not_before: time of its next turn, after the journal has failed.
     """
 
     id: str
     session: str
+    owner: str
     done: int = -1
+    void: set[int] = field(default_factory=set)
     name: str = ""
     waiting: dict[int, str] = field(default_factory=dict)
     current: Iterator[Result | None] | None = None
     served: int = 0
     gap_since: float = 0.0
+    not_before: float = 0.0
 
 
 class Service:
@@ -82,19 +94,30 @@ class Service:
         model_name: that clients call the base.
         every: optimizer steps from one saved state to the next; those behind the last one are computed again after the
             server was killed.
+
+    Raises:
+        RunDirectoryError: another server uses the directory.
     """
 
     def __init__(self, adapters: Adapters, root: Path, model_name: str, every: int = 1) -> None:
         self.adapters, self.root, self.model_name, self.every = adapters, root, model_name, every
         root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._lock = hold(root)
+        try:
+            self._lock = hold(root, alone=True)
+        except BlockingIOError as error:
+            holder = (root / "pid").read_text() if (root / "pid").exists() else "unknown"
+            raise RunDirectoryError(
+                f"starting the server: {root} is used by another one (process {holder}). Stop that one, or take "
+                "another --dir."
+            ) from error
+        (root / "pid").write_text(str(os.getpid()))
         self.journal = Journal(root / "journal.sqlite")
         self._changed = threading.Condition(threading.RLock())
         self._lines: dict[str, _Line] = {}
         self._futures: dict[tuple[str, int], Future[Result]] = {}
-        self._sampled: OrderedDict[str, tuple[str, Future[Result]]] = OrderedDict()
-        self._to_sample: dict[str, list[tuple[Future[Result], Any]]] = {}
-        self._asked: dict[str, int] = {}
+        self._sampled: OrderedDict[str, tuple[str, Future[Result], bytes]] = OrderedDict()
+        self._to_sample: dict[tuple[str, str], list[tuple[Future[Result], Any]]] = {}
+        self._asked = Counter[str]()  # when a client, or a session, had its last turn
         self._live: dict[str, tuple[str, int]] = {}  # what a directory holds: name of its adapter, and version
         self._turns, self._result_bytes, self._is_closed = 0, 0, False
         self._recall()
@@ -110,16 +133,22 @@ class Service:
         """Take up what a server before has left; remove what it had not finished writing."""
         models = self.journal.rows("models")
         for model in models:
-            line = self._lines[model["id"]] = _Line(model["id"], model["session"], model["done"])
-            for row in self.journal.rows("requests", order="seq", model=model["id"], state="waiting"):
-                if row["seq"] > line.done:
+            line = self._lines[model["id"]] = _Line(model["id"], model["session"], model["owner"], model["done"])
+            for row in self.journal.noted(line.id, line.done + 1, 2**31):
+                if row["state"] == "void":
+                    line.void.add(row["seq"])
+                else:
                     line.waiting[row["seq"]] = row["kind"]
-                    self._futures[model["id"], row["seq"]] = Future()
+                    self._futures[line.id, row["seq"]] = Future()
         known = {row["directory"] for table in ("saved", "samplers") for row in self.journal.rows(table)}
         known |= {model["state"] for model in models}
         for place in (self.root / "stored").glob("*"):
             if place.name not in known:
                 shutil.rmtree(place, ignore_errors=True)
+
+    def dead(self) -> list[str]:
+        """Threads that have ended, which none does while the server is open."""
+        return [thread.name for thread in self._threads if not thread.is_alive()]
 
     # What clients ask, in threads of the server.
 
@@ -196,13 +225,10 @@ class Service:
             raise ConfigConflictError(f"taking a request: seq_id={seq} is no number of a {kind}.")
         found = self.model(model, owner)
         with self._changed:
-            is_new = self.journal.submit(model, seq, kind, body, same)
-            line = self._lines.setdefault(model, _Line(model, found["session"]))
-            if is_new and seq <= line.done:
-                _, why = _failed(f"taking a request: request {line.done} of this model is over already.", "user")
-                fields = {"state": "failed", "form": "failed", "result": why}
-                self.journal.change("requests", {"model": model, "seq": seq}, **fields)
-            if (model, seq) not in self._futures and seq > line.done:
+            line = self._lines.setdefault(model, _Line(model, found["session"], owner))
+            late = _failed(f"taking a request: request {line.done} of this model is over already.", "user")[1]
+            is_new = self.journal.submit(model, seq, kind, body, same, late if seq <= line.done else None)
+            if is_new and seq > line.done:
                 self._futures[model, seq] = Future()
                 line.waiting[seq] = kind
                 self._changed.notify_all()
@@ -215,7 +241,7 @@ class Service:
             LookupError: there is no such request of this client; sampling is forgotten when the server ends.
         """
         if request in self._sampled:
-            whose, future = self._sampled[request]
+            whose, future, _ = self._sampled[request]
             if whose == owner:
                 return future
         model, _, seq = request.rpartition("#")
@@ -227,37 +253,56 @@ class Service:
                 return future
         row = self._known("requests", "request", model=model, seq=int(seq))
         found: Future[Result] = Future()
-        found.set_result(("failed" if row["state"] == "failed" else row["form"], row["result"]))
+        found.set_result((row["form"], row["result"]))
         return found
 
     def open_sampler(self, session: str, owner: str, number: int, path: str | None) -> str:
-        """A sampling session of saved weights, or of the base."""
-        self.session(session, owner)
-        saved = None if path is None else self.saved(path, owner)
-        self._add_sampler(f"{session}:sample:{number}", session, owner, saved, path or "")
-        return f"{session}:sample:{number}"
+        """A sampling session of saved weights, or of the base.
 
-    def _add_sampler(self, sampler: str, session: str, owner: str, saved: Row | None, path: str) -> None:
-        about = {"model": "", "directory": ""} if saved is None else saved
-        fields = {"model": about["model"], "directory": about["directory"], "path": path}
-        self.journal.put("samplers", id=sampler, session=session, owner=owner, **fields)
+        Raises:
+            LookupError: there is no such session, or path, of this client.
+            ConfigConflictError: its number is that of one with other weights.
+        """
+        self.session(session, owner)
+        saved = {"model": "", "directory": ""} if path is None else self.saved(path, owner)
+        return self._add_sampler(session, owner, number, saved["model"], saved["directory"], path or "", -1)
+
+    def _add_sampler(
+        self, session: str, owner: str, number: int, model: str, directory: str, path: str, seq: int
+    ) -> str:
+        sampler = f"{session}:sample:{number}"
+        fields: Row = {"id": sampler, "session": session, "owner": owner, "model": model}
+        fields |= {"directory": directory, "path": path, "seq": seq}
+        if not self.journal.put("samplers", **fields) and self.journal.row("samplers", **fields) is None:
+            raise ConfigConflictError(
+                f"opening a sampler: sampling_session_seq_id={number} is that of one with other weights. Count on."
+            )
+        return sampler
 
     def sample(self, sampler: str, owner: str, seq: int, asked: Any) -> str:
-        """Have something sampled; asked again with the same number, it is the same."""
+        """Have something sampled; asked again with the same number, it is the same.
+
+        Raises:
+            LookupError: there is no such sampler of this client.
+            ConfigConflictError: something else was asked with this number.
+        """
         found = self.sampler(sampler, owner)
         request = f"{sampler}#{seq}"
+        digest = hashlib.sha256(asked.model_dump_json().encode()).digest()
         with self._changed:
             if request not in self._sampled:
                 future: Future[Result] = Future()
-                self._sampled[request] = owner, future
+                self._sampled[request] = owner, future, digest
                 self._forget_results()
-                self._to_sample.setdefault(found["session"], []).append((future, (found, asked)))
+                self._to_sample.setdefault((owner, found["session"]), []).append((future, (found, asked)))
                 self._changed.notify_all()
+            elif self._sampled[request][2] != digest:
+                raise ConfigConflictError(f"sampling: something else was asked with seq_id={seq}. Count on.")
         return request
 
     def _forget_results(self) -> None:
         while len(self._sampled) > _RESULTS or self._result_bytes > _RESULT_BYTES:
-            _, oldest = next(iter(self._sampled.values()))
+            _, oldest, _ = next(iter(self._sampled.values()))
             if not oldest.done():
                 return
             self._result_bytes -= len(oldest.result()[1])
@@ -272,12 +317,12 @@ class Service:
                     self._changed.wait()
                 if self._is_closed:
                     return
-                session = min(self._to_sample, key=lambda each: self._asked.get(each, 0))
+                turn = min(self._to_sample, key=lambda each: [self._asked[of] for of in each])
                 self._turns += 1
-                self._asked[session] = self._turns
-                future, (sampler, asked) = self._to_sample[session].pop(0)
-                if not self._to_sample[session]:
-                    del self._to_sample[session]
+                self._asked |= dict.fromkeys(turn, self._turns)
+                future, (sampler, asked) = self._to_sample[turn].pop(0)
+                if not self._to_sample[turn]:
+                    del self._to_sample[turn]
             result = self._result_of(lambda s=sampler, a=asked: self._sample(s, a))
             with self._changed:
                 self._result_bytes += len(result[1])
@@ -318,6 +363,8 @@ class Service:
     def _result_of(self, work: Any) -> Result:
         try:
             return work()
+        except RolloutCancelledError as error:  # the server ends
+            return "again", _failed(str(error), "server")[1]
         except (QloraRLError, LookupError, ValueError) as error:
             is_ours = isinstance(error, EngineBrokenError | SyncError)
             return _failed(str(error), "server" if is_ours else "user")
@@ -331,26 +378,48 @@ class Service:
         while (line := self._next()) is not None:
             self._turns += 1
             line.served = self._turns
-            self._advance(line)
+            try:
+                self._advance(line)
+            except Exception as error:  # the journal cannot be written
+                logger.exception("a result could not be noted")
+                self._put_off(line, error)
+
+    def _put_off(self, line: _Line, error: Exception) -> None:
+        """Compute a request again later, from what is on disk; until then it waits, as after a kill."""
+        with self._changed:
+            line.current, line.not_before = None, time.monotonic() + _RETRY_S
+            seq = min(line.waiting)
+            said = f"noting a result: {type(error).__name__}: {error}. It is computed again."
+            self._futures[line.id, seq].set_result(("again", _failed(said, "server")[1]))
+            self._futures[line.id, seq] = Future()
+        with contextlib.suppress(Exception):  # of an engine that is broken too
+            self._leave_memory(line)
+
+    def _leave_memory(self, line: _Line) -> None:
+        name, line.name = line.name, ""
+        if name in self.adapters:
+            self.adapters.drop(name)
 
     def _next(self) -> _Line | None:
-        """The line whose turn it is: of the client, and then of the model, that was served least recently."""
+        """The line whose turn it is: of the client, then the session, then the model that was served least recently."""
         with self._changed:
             while not self._is_closed:
                 ready = [line for line in self._lines.values() if self._is_ready(line)]
                 if ready:
-                    last = {line.session: 0 for line in ready}
+                    last = Counter[str]()
                     for line in self._lines.values():
-                        if line.session in last:
-                            last[line.session] = max(last[line.session], line.served)
-                    return min(ready, key=lambda line: (last[line.session], line.served))
+                        last |= {line.owner: line.served, line.session: line.served}
+                    return min(ready, key=lambda line: (last[line.owner], last[line.session], line.served))
                 self._changed.wait(1.0)
             return None
 
     def _is_ready(self, line: _Line) -> bool:
         if line.current is not None:
             return True
-        if not line.waiting:
+        while line.done + 1 in line.void:
+            line.done += 1
+            line.void.remove(line.done)
+        if not line.waiting or time.monotonic() < line.not_before:
             return False
         if line.done + 1 not in line.waiting:
             line.gap_since = line.gap_since or time.monotonic()
@@ -366,19 +435,34 @@ class Service:
         with self._changed:
             seq = line.done + 1
             if seq not in line.waiting:
-                seq = min(line.waiting)
-                lost = f"request {line.done + 1} of this model has not come for {GAP_S:.0f} s"
-                return self._end(line, seq, _failed(f"taking a request: {lost}, and this one follows it.", "user"))
+                return self._fail_behind(line, seq)
             if line.current is None:
                 line.current = self._work(line, seq, line.waiting[seq])
         found = self._result_of(lambda: next(line.current))
-        if found is not None:
+        # One that fails because the server ends stays in the journal for the next server.
+        if found is not None and not (self._is_closed and found[0] in ("failed", "again")):
             self._end(line, seq, found)
+
+    def _fail_behind(self, line: _Line, missing: int) -> None:
+        """All that wait fail, because each was asked for behind a request that is missing."""
+        lost = f"request {missing} of this model has not come for {GAP_S:.0f} s"
+        form, content = _failed(f"taking a request: {lost}, and this one follows it.", "user")
+        for seq in sorted(line.waiting):
+            fields = {"state": "void", "form": form, "result": content, "body": b""}
+            self.journal.change("requests", {"model": line.id, "seq": seq}, **fields)
+            line.void.add(seq)
+            del line.waiting[seq]
+            self._futures.pop((line.id, seq)).set_result((form, content))
 
     def _end(self, line: _Line, seq: int, result: Result) -> None:
         form, content = result
+        state = "done"
+        if form == "failed":
+            state = "failed" if json.loads(content)["category"] == "user" else "void"
+        if state == "void" and line.waiting[seq] in _CHANGES:
+            self._leave_memory(line)
         if line.done < seq:  # `_keep` has not written it together with the state
-            self.journal.finish(line.id, seq, "failed" if form == "failed" else "done", form, content)
+            self.journal.finish(line.id, seq, state, form, content)
         with self._changed:
             line.done, line.current, line.gap_since = seq, None, 0.0
             if line.name not in self.adapters:  # it could not be made
@@ -441,6 +525,12 @@ class Service:
         known = self.journal.row("saved", path=path)
         if known is not None and known["seq"] != seq and not asked.get("overwrite"):
             raise ConfigConflictError(f"saving: there is a {path} already. Use another name, or overwrite=True.")
+        number = asked.get("sampler")
+        if number is not None:
+            sampler = f"{line.session}:sample:{number}"
+            if self.journal.row("samplers", id=sampler, model=line.id, seq=seq):  # before the server was killed
+                self.journal.remove("saved", path=path)
+                return {"path": path, "type": "save_weights_for_sampler", "sampling_session_id": sampler}
         version = self.adapters.push(line.name).version if kind == "sampler_weights" else 0
         directory, size = self._store(line, optimizer=kind == "weights")
         if known is not None:  # of this request, before the server was killed, or to be overwritten
@@ -452,10 +542,13 @@ class Service:
         if kind != "sampler_weights":
             return {"path": path, "type": f"save_{kind}".replace("external_weights", "weights_external")}
         self._live[directory] = line.name, version
-        if (number := asked.get("sampler")) is None:
+        if number is None:
             return {"path": path, "type": "save_weights_for_sampler"}
-        sampler = f"{line.session}:sample:{number}"
-        self._add_sampler(sampler, line.session, model["owner"], {"model": line.id, "directory": directory}, "")
+        try:
+            self._add_sampler(line.session, model["owner"], number, line.id, directory, "", seq)
+        except ConfigConflictError:
+            self.forget({"path": path, "directory": directory})
+            raise
         self.journal.remove("saved", path=path)  # it has no path that a client knows
         self._retire(line)
         return {"sampling_session_id": sampler, "type": "save_weights_for_sampler"}
@@ -469,10 +562,14 @@ class Service:
     def _store(self, line: _Line, *, optimizer: bool) -> tuple[str, int]:
         """Write an adapter into a directory of its own: its name, and bytes."""
         name = secrets.token_hex(8)
-        path = self.adapters.save(line.name, self.root / "stored" / name, optimizer=optimizer)
-        for file in path.iterdir():
-            with file.open("rb") as written:
-                os.fsync(written)
+        try:
+            path = self.adapters.save(line.name, self.root / "stored" / name, optimizer=optimizer)
+            for file in path.iterdir():
+                with file.open("rb") as written:
+                    os.fsync(written)
+        except OSError:  # a full disk: what was written of it is in the way
+            shutil.rmtree(self.root / "stored" / name, ignore_errors=True)
+            raise
         return name, sum(file.stat().st_size for file in path.iterdir())
 
     def _keep(self, line: _Line, seq: int, result: Row, rank: int | None = None) -> Result:
@@ -493,8 +590,7 @@ class Service:
         held = [each for each in self._lines.values() if each.name]
         if len(held) >= self.adapters.max_adapters:
             idle = min((each for each in held if each.current is None), key=lambda each: each.served)
-            name, idle.name = idle.name, ""  # all that it is, is on disk
-            self.adapters.drop(name)
+            self._leave_memory(idle)  # all that it is, is on disk
         line.name = f"{line.id}@{secrets.token_hex(4)}"
 
     def _in_memory(self, line: _Line) -> Iterator[None]:
@@ -507,13 +603,11 @@ class Service:
         self._admit(line)
         try:
             self.adapters.open(line.name, self.root / "stored" / model["state"])
-            for row in self.journal.rows("requests", order="seq", model=line.id):
-                if model["applied"] < row["seq"] <= model["done"]:
-                    yield from self._again(line, row)
+            for row in self.journal.noted(line.id, model["applied"] + 1, model["done"]):
+                if row["state"] != "void":
+                    yield from self._again(line, self._known("requests", "request", model=line.id, seq=row["seq"]))
         except BaseException:
-            name, line.name = line.name, ""
-            if name in self.adapters:
-                self.adapters.drop(name)
+            self._leave_memory(line)
             raise
 
     def _again(self, line: _Line, row: Row) -> Iterator[None]:
@@ -531,10 +625,12 @@ class Service:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        self.adapters.engine.cancel()
         for thread in self._threads:
-            thread.join()
+            while thread.is_alive():  # one of them may just be about to begin
+                self.adapters.engine.cancel()
+                thread.join(0.1)
         self.journal.close()
+        os.close(self._lock)
 
 
 def _as_json(content: Row) -> Result:

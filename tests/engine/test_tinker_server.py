@@ -162,6 +162,7 @@ def test_what_is_wrong_or_not_offered_is_an_error_at_once_and_the_next_request_i
     ]:
         assert server.ask(path, body)[0] == status, path
     assert server.ask("forward_backward", raw=b"\xff\xff nonsense")[0] == 422
+    assert server.ask("forward_backward", raw=b"\x1a\x00" * 2**18)[0] == 422
     assert server.ask("forward_backward", raw=b"x" * (65 * 2**20))[0] == 413
     sampler = {
         "session_id": session,

@@ -1,15 +1,20 @@
 """What the server does where something is missing, late, or too much; in this process, with times and limits cut
 short."""
 
+import contextlib
 import json
+import os
+import threading
 
 import pytest
 from tinker_server import pass_body, row_of
 
 from qlora_rl import Adapters
-from qlora_rl.tinker import routes, service
+from qlora_rl.errors import ConfigConflictError, RunDirectoryError
+from qlora_rl.tinker import messages, routes, service
 
 ROW = row_of([40, 41, 42, 43, 44])
+STEP = json.dumps({"learning_rate": 1e-2}).encode()
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +32,8 @@ def served(adapters, tmp_path):
     model, _ = made.create(session, "me", 0, "create_model", body, None)
     assert result(made, model, 0)["model_id"] == model
     yield made, session, model
-    made.close()
+    with contextlib.suppress(OSError):  # the test has closed it
+        made.close()
     for name in adapters:
         adapters.drop(name)
 
@@ -42,9 +48,9 @@ def save(made, model, seq, sampler):
     return result(made, model, seq)["sampling_session_id"]
 
 
-def sampled(made, sampler, seq):
+def sampled(made, sampler, seq, tokens=4):
     asked = {"sampling_session_id": sampler, "seq_id": seq, "prompt": {"chunks": [{"tokens": [40, 41]}]}}
-    asked = routes.SampleBody(**asked, sampling_params={"max_tokens": 4, "seed": 1})
+    asked = routes.SampleBody(**asked, sampling_params={"max_tokens": tokens, "seed": 1})
     form, content = made.future(made.sample(sampler, "me", seq, asked), "me").result(60)
     return json.loads(content) if form == "failed" else content
 
@@ -54,10 +60,132 @@ def test_a_request_that_never_comes_holds_up_those_behind_it_for_a_while_only(se
     monkeypatch.setattr(service, "GAP_S", 0.3)
     made.submit(model, "me", 3, "pass", pass_body(model, 3, [ROW]))
     assert "request 1 of this model has not come" in result(made, model, 3)["error"]
-    made.submit(model, "me", 2, "pass", pass_body(model, 2, [ROW]))  # too late
+    for seq in (2, 4, 5):  # computed without what is missing, they would be another training
+        made.submit(model, "me", seq, "optim_step", STEP)
+    for seq in (2, 4, 5):
+        assert "request 1 of this model has not come" in result(made, model, seq)["error"]
+    for seq in (1, 6):
+        made.submit(model, "me", seq, "pass", pass_body(model, seq, [ROW]))
+    assert isinstance(result(made, model, 1), bytes)
+    assert isinstance(result(made, model, 6), bytes)
+    made.submit(model, "me", 7, "optim_step", STEP)
+    assert result(made, model, 7)["metrics"]["step"] == 1
+
+
+def test_a_request_that_comes_late_is_noted_with_what_is_said_of_it(served):
+    made, _, model = served
+    made.journal.change("models", {"id": model}, done=3)
+    made._lines[model].done = 3
+    made.submit(model, "me", 2, "optim_step", STEP)
     assert "is over already" in result(made, model, 2)["error"]
-    made.submit(model, "me", 4, "pass", pass_body(model, 4, [ROW]))
-    assert isinstance(result(made, model, 4), bytes)
+    row = made.journal.row("requests", model=model, seq=2)
+    assert (row["state"], row["form"], row["body"]) == ("void", "failed", b"")  # never applied to weights again
+    assert made.journal.noted(model, 0, 3) == [
+        {"seq": 0, "kind": "create_model", "state": "done"},
+        {"seq": 2, "kind": "optim_step", "state": "void"},
+    ]
+
+
+def test_one_directory_is_one_servers(served, adapters):
+    made, _, model = served
+    with pytest.raises(RunDirectoryError, match=f"process {os.getpid()}"):
+        service.Service(adapters, made.root, "tiny")
+    made.submit(model, "me", 1, "pass", pass_body(model, 1, [ROW]))
+    assert isinstance(result(made, model, 1), bytes)
+
+
+def test_a_journal_that_is_full_delays_a_request_and_ends_no_thread(served, monkeypatch):
+    made, _, model = served
+    monkeypatch.setattr(service, "_RETRY_S", 0.5)
+    with made._changed:  # the trainer waits
+        made.submit(model, "me", 1, "pass", pass_body(model, 1, [ROW] * 900))
+        future = made.future(f"{model}#1", "me")
+        pages = made.journal._db.execute("PRAGMA page_count").fetchone()[0]
+        made.journal._db.execute(f"PRAGMA max_page_count={pages}")
+    form, said = future.result(60)
+    assert (form, b"disk is full" in said) == ("again", True)
+    made.journal._db.execute("PRAGMA max_page_count=1000000")
+    assert isinstance(result(made, model, 1), bytes)
+    assert made.dead() == []
+    made.close()
+    assert routes._Api(made, "", "").healthz().status_code == 503
+
+
+def test_a_step_that_cannot_be_saved_has_not_been_made(served, adapters, monkeypatch):
+    made, _, model = served
+    made.submit(model, "me", 1, "pass", pass_body(model, 1, [ROW]))
+    with monkeypatch.context() as patch:
+
+        def full(name, directory, **options):
+            directory.mkdir(parents=True)
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(adapters, "save", full)
+        made.submit(model, "me", 2, "optim_step", STEP)
+        assert "No space left" in result(made, model, 2)["error"]
+    assert len(list((made.root / "stored").iterdir())) == 1
+    made.submit(model, "me", 3, "optim_step", STEP)
+    assert result(made, model, 3)["metrics"]["step"] == 1
+
+
+def test_a_request_that_is_cancelled_because_the_server_ends_is_computed_by_the_next(served, adapters, monkeypatch):
+    made, session, model = served
+    began = threading.Event()
+
+    def push(name):
+        began.set()
+        while True:  # as a canary does, open or about to begin
+            adapters.engine.generate([[40, 41]], service.SamplingSpec(max_tokens=60, extra={"ignore_eos": True}))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(adapters, "push", push)
+        made.submit(model, "me", 1, "sampler_weights", json.dumps({"name": None, "sampler": 0}).encode())
+        assert began.wait(60)
+        made.close()
+    for name in adapters:
+        adapters.drop(name)
+    other = service.Service(adapters, made.root, "tiny")
+    assert result(other, model, 1).get("sampling_session_id") == f"{session}:sample:0"
+    other.close()
+
+
+def test_a_number_that_is_used_again_for_something_else_is_an_error(served):
+    made, session, model = served
+    sampler = save(made, model, 1, 7)
+    made.submit(model, "me", 2, "sampler_weights", json.dumps({"name": None, "sampler": 7}).encode())
+    assert "other weights" in result(made, model, 2)["error"]
+    with pytest.raises(ConfigConflictError, match="other weights"):
+        made.open_sampler(session, "me", 7, None)
+    assert made.open_sampler(session, "me", 8, None) == made.open_sampler(session, "me", 8, None)
+    first = sampled(made, sampler, 0)
+    assert sampled(made, sampler, 0) == first
+    with pytest.raises(ConfigConflictError, match="seq_id=0"):
+        sampled(made, sampler, 0, tokens=3)
+
+
+def test_a_client_with_many_sessions_has_the_turns_of_one(served):
+    made, _, _ = served
+    with made._changed:
+        kept = made._lines
+        lines = [
+            service._Line(name, name, owner, current=iter(()), served=turn)
+            for name, owner, turn in (("a", "many", 9), ("b", "many", 0), ("c", "one", 5))
+        ]
+        made._lines = {line.id: line for line in lines}
+        assert made._next().owner == "one"
+        lines[2].served = 10
+        assert made._next().id == "b"
+        made._lines = kept
+
+
+def test_a_pass_of_more_than_is_computed_at_once_is_rejected_before_it_is_read():
+    many = pass_body("m", 1, [ROW] * 1500)
+    assert len(messages.PassRequest.parse(many, 64).rows()) == 1500
+    for body in (b"\x1a\x00" * 2**18, b"\x1a\x80\x80\x10" + b"\x0a\x00" * 2**17, b"\x3a\x00" * 2**18):
+        with pytest.raises(ValueError, match="at most 8192 rows"):
+            messages.PassRequest.parse(body, 64)
+    with pytest.raises(ValueError, match="tokens and values"):
+        messages.PassRequest.parse(pass_body("m", 1, [{"tokens": [1] * 70000}]), 1)
 
 
 def test_of_samplers_without_a_name_the_newest_stay_and_results_that_are_gone_are_computed_again(served, monkeypatch):
