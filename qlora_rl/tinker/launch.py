@@ -53,6 +53,7 @@ def serve_adapters(
     Raises:
         ConfigConflictError: arguments that would leave the server open, or a key that cannot be read.
         EngineUnsupportedError, CannotShareError, BaseMismatchError: as with `Adapters`.
+        RunDirectoryError: another server uses the directory.
     """
     root = Path(directory)
     check_host(host, Path(api_key_files[0]) if api_key_files else None)
