@@ -38,7 +38,7 @@ class Waiting:
 
 
 def make(base, directory, reward, cls=QLoRAAsyncGRPOTrainer, rollout="colocate", **fields):
-    ours = {name: fields.pop(name) for name in ("max_staleness", "engine_options") if name in fields}
+    ours = {name: fields.pop(name) for name in ("max_staleness", "rollout_threads", "engine_options") if name in fields}
     return cls(
         model=base,
         reward_funcs=reward,
@@ -111,11 +111,13 @@ def interruptible():
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.parametrize("threads", [1, 2])  # with one, the batch that is waited for is the only one that runs
 @pytest.mark.parametrize("rollout", ["colocate", pytest.param("server", marks=pytest.mark.full)])
-def test_ctrl_c_ends_a_rollout_in_its_thread(base, tmp_path, rollout, interruptible):
+def test_ctrl_c_ends_a_rollout_in_its_thread(base, tmp_path, rollout, threads, interruptible):
     """The trainer waits for a rollout that would never end. That a server lets go is in test_server.py and
     unit/test_client.py too."""
-    with make(base, tmp_path, reward_digits, rollout=rollout, max_completion_length=20) as trainer:
+    fields = {"rollout": rollout, "rollout_threads": threads, "max_completion_length": 20}
+    with make(base, tmp_path, reward_digits, **fields) as trainer:
         engine, has_begun, struck = trainer.engine, threading.Event(), []
         real = engine.generate
 

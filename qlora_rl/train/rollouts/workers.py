@@ -252,7 +252,12 @@ class RolloutWorkers:
         """
         ready = sum(future.done() for future in self._futures.values())
         started = time.perf_counter()
-        sampled = self._futures.pop(number).result()
+        future = self._futures[number]
+        try:
+            sampled = future.result()
+        finally:
+            if future.done():  # otherwise the wait was interrupted, and `close` ends what is generated
+                del self._futures[number]
         return sampled, time.perf_counter() - started, ready
 
     def sample_now(self, rows: list[dict[str, Any]], version: int) -> Sampled:
