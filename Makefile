@@ -35,7 +35,7 @@ test: $(DEV)                ## unit tests, then real vLLM and real bitsandbytes
 unit: $(DEV)                ## no vLLM, two minutes
 	$(AS) $(PY) -m pytest tests/unit $(ARGS)
 
-test-stack: $(DEV)          ## a selection of the tests, recorded for docs/engine.md: `make test-stack VLLM=0.32.0`
+test-stack: $(DEV)          ## a selection of the tests, recorded for benchmarks/details.md: `make test-stack VLLM=0.32.0`
 	$(PY) scripts/test_stack.py $(ARGS)
 
 test-full: $(DEV)           ## long matrices and soak runs
@@ -63,6 +63,8 @@ lint: $(DEV)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(PY) benchmarks/tables.py --check
+	$(PY) benchmarks/claims.py
 
 format: $(DEV)
 	$(VENV)/bin/ruff check --fix .

@@ -38,7 +38,7 @@ def main() -> int:
     )
     bench.add_argument(
         "--mode",
-        choices=["nf4", "auto", "vllm"],
+        choices=["nf4", "vllm"],
         nargs="+",
         default=DEFAULT_MODES,
         help="values of the engine's base_compute (default: nf4)",

@@ -48,7 +48,7 @@ def main() -> None:
     for seed in SEEDS:  # both ways in turns: a machine that slows down slows both
         seeds[str(seed)] = run(work / f"seed{seed}", "--seed", seed, *steps)
         if seed in MERGED:
-            merge = ["--sync", "trl-merge", "--seed", seed, "--against", work / f"seed{seed}"]
+            merge = ["--sync", "trl-merge", "--seed", seed]
             merges[str(seed)] = run(work / f"trl-merge-seed{seed}", *merge, *steps)
     result = {
         "command": f"python benchmarks/demo.py --steps {arguments.steps}",

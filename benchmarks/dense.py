@@ -91,7 +91,7 @@ def measure(work: Path, layers: int, pushes: int) -> dict[str, object]:
             memory[name] = tracked.peak
     for way in ("directory", "http"):
         with LocalServer(work / "baked", **options) as engine:
-            engine._near = engine._near if way == "directory" else None
+            engine._near = way == "directory"
             strategy = DenseSync(model, engine)
             strategy.push()
             for _ in range(5):

@@ -70,7 +70,7 @@ def measure(work: Path, layers: int, pushes: int) -> dict[str, object]:
             ):
                 if way == "http":
                     for each in (one, *two.replicas):
-                        each._near = None
+                        each._near = False
                 two.claim(force=True)
                 two.drop_adapter()
                 found[f"server_{way}"] = in_turns(model, one, two, pushes)

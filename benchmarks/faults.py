@@ -179,7 +179,7 @@ class Bench:
                 return found | {"probe_fails": False}
         finally:
             vars(self.canary).pop("_compare_held", None)
-            self.transport.revoke(self.engine)
+            self.transport.revoke(self.engine, self.engine.version)
 
     def batch(self, prompts: list[list[int]], temperature: float = 1.0) -> Sampled:
         self.seed += 1

@@ -22,7 +22,6 @@ SAMPLERS: list[Column] = [
     ("tokens/s", "tokens_per_s", lambda v: f"{v:.0f}", max),
     ("peak memory", "peak_gib", lambda v: f"{v:.2f} GiB", min),
 ]
-SHORT = ("accuracy_after", "mismatch_kl_median", "steps_per_s", "sync_seconds", "peak_gib")
 
 
 def _cell(values: list[float], show: Callable[[float], str], spread: bool) -> str:
@@ -31,7 +30,7 @@ def _cell(values: list[float], show: Callable[[float], str], spread: bool) -> st
     return f"{middle} ({low} to {high})" if spread and low != high else middle
 
 
-def _table(result: dict[str, Any], columns: list[Column], *, sampler: bool, with_failed: bool = True) -> str:
+def _table(result: dict[str, Any], columns: list[Column], *, sampler: bool) -> str:
     seeds = len(result["seeds"])
     head = "" if sampler else f"{result['steps']} steps of GRPO, {seeds} {'seed' if seeds == 1 else 'seeds'}"
     if result["is_short"]:
@@ -56,22 +55,16 @@ def _table(result: dict[str, Any], columns: list[Column], *, sampler: bool, with
             is_best = best is not None and show(statistics.median(own)) == show(best(medians))
             cells.append(f"**{shown}**" if is_best else shown)
         lines.append(f"| {contender['title'].replace('**', '')} | {' | '.join(cells)} |")
-    if with_failed:
-        for contender in rows.values():
-            if contender["status"] != "ran":
-                why = contender["why"].replace("|", "\\|")
-                lines.append(f"| {contender['title']} | {contender['status']}: `{why}`{' |' * len(columns)}")
+    for contender in rows.values():
+        if contender["status"] != "ran":
+            why = contender["why"].replace("|", "\\|")
+            lines.append(f"| {contender['title']} | {contender['status']}: `{why}`{' |' * len(columns)}")
     return "\n".join(lines)
 
 
 def training(result: dict[str, Any]) -> str:
     """Every trainer: medians over the seeds; of the accuracy also the range."""
     return _table(result, TRAINING, sampler=False)
-
-
-def short(result: dict[str, Any]) -> str:
-    """What of it stands in the README."""
-    return _table(result, [c for c in TRAINING if c[1] in SHORT], sampler=False, with_failed=False)
 
 
 def samplers(result: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@ sentences that it decides."""
 
 from __future__ import annotations
 
+import re
 import statistics
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,11 +50,16 @@ def sentences() -> list[dict[str, Any]]:
 def say(page: str, text: str, result: dict[str, Any]) -> str:
     """`text` of `page` with what the newest check decides, in which the pieces of a sentence have ended."""
     for sentence in sentences():
-        if sentence["page"] == page and (outcome := decided(sentence["pieces"], result)):
-            others = [sentence[key] for key in ("now", "passed", "failed") if key != outcome]
-            held = next((words for words in others if words in text), None)
-            text = text.replace(held, sentence[outcome]) if held else text
+        outcome = decided(sentence["pieces"], result)
+        if sentence["page"] == page and outcome and (there := place(sentence, text)):
+            text = text[: there.start()] + sentence[outcome] + text[there.end() :]
     return text
+
+
+def place(sentence: Mapping[str, Any], text: str) -> re.Match[str] | None:
+    """Where a page says it, in one of its three forms; a break of lines is a space."""
+    forms = (r"\s+".join(map(re.escape, sentence[key].split())) for key in ("now", "passed", "failed"))
+    return next((found for form in forms if (found := re.search(form, text))), None)
 
 
 def decided(names: Sequence[str], result: dict[str, Any]) -> str | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
 import io
 import json
 import tempfile
@@ -39,13 +38,6 @@ WAYS = {
     "one base, `--no-sleep --no-offload`": ["--no-sleep", "--no-offload"],
     "two bases": ["--two-copies"],
 }
-# As the bars of long contexts are asked: the same shape without its limit of positions.
-FARTHER = ("Qwen3-8B", 2**19, {"one in a micro-batch": 1, "eight in a micro-batch": 8})
-# A run for which others publish a figure (docs/memory.md), with eight completions in a micro-batch.
-PUBLISHED = (
-    "Llama-3.1-8B",
-    ["--max-length", "20480", "--batch-size", "8", "--num-generations", "8", "--sleep", "--offload"],
-)
 ONE = ["--gpu-memory", "24", "--max-length", "4096", "--batch-size", "1", "--num-generations", "8"]
 
 
@@ -88,17 +80,6 @@ def main() -> None:
                     options = ["--gpu-memory", str(card), "--batch-size", "1", "--num-generations", "8", *switches]
                     key = f"{name}, {way}"
                     result["longest"].setdefault(key, {})[str(card)] = plan(config, *options)["longest_max_length"]
-        name, positions, batches = FARTHER
-        longer = copy.deepcopy(SHAPES[name])
-        longer.max_position_embeddings = positions
-        config = written(directory, name, longer)
-        for batch, size in batches.items():
-            for card in CARDS:
-                options = ["--gpu-memory", str(card), "--batch-size", str(size), "--num-generations", "8"]
-                key = f"{name} without its limit of positions, {batch}"
-                result["longest"].setdefault(key, {})[str(card)] = plan(config, *options)["longest_max_length"]
-        name, options = PUBLISHED
-        result["published_run"] = plan(written(directory, name, SHAPES[name]), *options)
     arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result["longest"], indent=1))
 

@@ -84,7 +84,7 @@ def compare_sides(base: Any) -> dict[str, Any]:
     """Logprobs of sampled tokens on both sides in bf16, and how often they choose the same experts."""
     from qlora_rl import LocalEngine, load_base, verify_base
     from qlora_rl.demo import task
-    from qlora_rl.train.scoring.routing import Routers
+    from qlora_rl.train.metrics.routing import Routers
 
     model = load_base(base, attn_implementation="eager").train()
     with LocalEngine(base, max_model_length=32, max_num_seqs=128) as engine:
@@ -149,7 +149,7 @@ def replay_random(kind: str, seed: int, root: Path) -> dict[str, Any]:
     from support import make_model
 
     from qlora_rl import LocalEngine, load_base, prepare_base, verify_base
-    from qlora_rl.train.scoring.routing import Routers
+    from qlora_rl.train.metrics.routing import Routers
 
     architecture = kind.removesuffix(PACKED)
     source = make_model(root / "model", architecture=architecture, tied=False, seed=seed)

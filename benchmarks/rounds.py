@@ -45,17 +45,17 @@ def compare(ours: list[float], against: list[float]) -> dict[str, float | int]:
 
 
 def described(result: Mapping[str, Any]) -> dict[str, Any]:
-    """The result under the commit, versions and machine that it was measured with."""
+    """The result under the commit, versions and machine of now; those of an earlier measurement in it give way."""
     import torch
 
     from qlora_rl.train.run import describe_machine, describe_versions
 
-    return {
+    now = {
         "commit": measured_at(),
         "versions": describe_versions(),
         "machine": {**describe_machine(), "torch_threads": torch.get_num_threads()},
-        **result,
     }
+    return now | {name: value for name, value in result.items() if name not in now}
 
 
 def measured_at() -> str:

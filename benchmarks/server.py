@@ -1,11 +1,10 @@
-"""How long a push to a server takes, by each transport; and what the server's own gauges say of it.
+"""How long a push to a server takes; and what the server's own gauges say of it.
 
     python benchmarks/server.py [--layers 24] [--pushes 20] [--json benchmarks/results/server.json]
 
 The random Qwen2 shape of `sync.py` (0.4 B by default), NF4 with double quantisation, LoRA of rank 16 on all linears in
-float32, a server in a process of its own on the same machine. Alternating, in one run: the adapter in the body of a
-request, and through a directory on tmpfs that both see; each is verified by the canary, whose seconds are given too.
-About three minutes.
+float32, a server in a process of its own on the same machine. The adapter is sent in the body of a request, and each
+push is verified by the canary, whose seconds are given too. About two minutes.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from sync import ROOT, make_model, summary
 from qlora_rl import AdapterSync, Canary, ServerEngine, load_base, prepare_base, start_server
 from qlora_rl.adapter.store import default_root
 from qlora_rl.demo.job import quieten
-from qlora_rl.sync.transports import BytesTransport, DirectoryTransport
+from qlora_rl.sync.transports import BytesTransport
 from qlora_rl.train.run import describe_machine, describe_versions
 
 PARTS = ("seconds", "export_seconds", "deliver_seconds", "load_seconds")
@@ -50,13 +49,12 @@ def measure(work: Path, layers: int, pushes: int) -> dict[str, object]:
     options = {"max_lora_rank": 16, "max_model_length": 128, "max_num_seqs": 4, "kv_cache_gib": 0.25}
     model = get_peft_model(load_base(base), LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
     b_matrices = [p for n, p in model.named_parameters() if "lora_B" in n]
-    shared = work / "shared"
     with (
-        start_server(base, adapter_dir=str(shared), **options) as server,
-        ServerEngine(server.url, api_key=server.key, shared_dir=shared) as engine,
+        start_server(base, **options) as server,
+        ServerEngine(server.url, api_key=server.key) as engine,
     ):
         engine.drop_adapter()
-        transports = {"http": BytesTransport(), "directory": DirectoryTransport(shared)}
+        transports = {"http": BytesTransport()}
         ways = {name: AdapterSync(model, engine, each, Canary(model, engine)) for name, each in transports.items()}
         for strategy in ways.values():
             strategy.canary.calibrate()
@@ -71,7 +69,7 @@ def measure(work: Path, layers: int, pushes: int) -> dict[str, object]:
                 reports[name].append(strategy.push())
                 gauges[name] = read_gauges(server)
         versions = [report.version for each in zip(*reports.values(), strict=True) for report in each]
-        if versions != list(range(1, 2 * pushes + 3)):
+        if versions != list(range(1, pushes + 2)):
             raise RuntimeError(f"the versions are {versions}. Every push must count one.")
         for strategy in ways.values():
             strategy.close()

@@ -80,7 +80,7 @@ def push_in_turns(
     for i in range(pushes):
         with torch.no_grad():
             torch._foreach_add_(b_matrices, 1e-3)
-        time.sleep(0.15)  # what was pushed before is written behind meanwhile; a step takes longer
+        time.sleep(0.15)  # a step takes longer
         report = in_place.push()
         found["in_place"].append(report.seconds)
         found["judge"].append(report.canary_seconds)

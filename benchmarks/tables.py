@@ -1,7 +1,7 @@
 """Writes the tables of README, docs and benchmarks/details.md out of benchmarks/results/*.json; a number stands in
 prose only through here.
 
-    python benchmarks/tables.py            rewrite what lies between the markers
+    python benchmarks/tables.py            rewrite what is between the markers
     python benchmarks/tables.py --check    exit 1 where a file differs from its JSON
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`.
@@ -56,55 +56,6 @@ def _proof(run: dict) -> str:
     return "none" if seconds is None else f"{1e3 * seconds:.1f} ms"
 
 
-def _share(runs: dict) -> str:
-    shares = [run["sync_seconds_median"] / run["step_seconds_median"] for run in runs.values()]
-    return f"{statistics.median(shares):.1%}"
-
-
-def _proof_share(runs: dict) -> str:
-    """Mean seconds of the canary, and their part of a mean step."""
-    seconds = [r["canary_seconds_mean"] for r in runs.values()]
-    if None in seconds:
-        return "not done"
-    parts = [r["canary_seconds_mean"] * r["steps_per_s"] for r in runs.values()]
-    return f"{1e3 * statistics.median(seconds):.1f} ms, {statistics.median(parts):.1%} of a step"
-
-
-def demo() -> str:
-    """The first table of the README."""
-    result = _load("demo.json")
-    ours, merge = result["seeds"], result["trl_merge"]
-    steps = next(iter(ours.values()))["steps"]
-    problems = next(iter(ours.values()))["eval_problems"]
-
-    def row(what: str, show: Callable[[dict], str]) -> str:
-        return f"| {what} | {show(ours)} | {show(merge)} |"
-
-    return "\n".join(
-        [
-            f"| {steps} steps of GRPO | **qlora_rl**: only the adapter is sent ({len(ours)} seeds) | TRL 1.16: merge, "
-            f"push, unmerge ({len(merge)} seeds) |",
-            "|---|---|---|",
-            row(f"accuracy on {problems} held-out sums, before", lambda r: _percent(_values(r, "accuracy_before"))),
-            row("… and after", lambda r: f"**{_percent(_values(r, 'accuracy_after'))}**"),
-            row(
-                "distance of trainer and sampler (mismatch KL, lower is better): median; worst step",
-                lambda r: f"{_power(statistics.median(_values(r, 'mismatch_kl_median')))}; "
-                f"{_power(max(_values(r, 'mismatch_kl_max')))}",
-            ),
-            row(
-                "syncing a new policy",
-                lambda r: f"{1e3 * statistics.median(_values(r, 'sync_seconds_median')):.1f} ms, {_share(r)} of a step",
-            ),
-            row("verifying it in the sampler", _proof_share),
-            row(
-                "the whole command, pretraining not counted",
-                lambda r: f"{statistics.median(_values(r, 'process_seconds')):.0f} s",
-            ),
-        ]
-    )
-
-
 def real() -> str:
     """The demo of a real model, a column for each contender."""
     rows = _load("real.json")["rows"]
@@ -112,37 +63,41 @@ def real() -> str:
         "qlora_rl": "**qlora_rl**: only the adapter is sent",
         "torchrl": "TorchRL's loop, the adapter by `qlora_rl.torchrl`",
         "trl-nf4": "TRL 1.16 on the same base: merge, push, unmerge",
-        "trl-bf16": "TRL 1.16 on the same weights in 16 bits",
+        "trl-bf16": "TRL 1.16 in 16 bits, with AVX2 kernels",
     }
     shown = {name: title for name, title in names.items() if "failed" not in rows.get(name, {"failed": ""})}
 
-    def row(what: str, show: Callable[[dict], str], is_time: bool = False) -> str:
-        # The loop of TorchRL was run while other programs used the cores.
-        cells = ("not timed" if is_time and name == "torchrl" else show(rows[name]) for name in shown)
-        return f"| {what} | {' | '.join(cells)} |"
+    def row(what: str, show: Callable[[dict], str]) -> str:
+        return f"| {what} | {' | '.join(show(rows[name]) for name in shown)} |"
 
-    def reward(found: dict) -> str:
-        best = max(each["reward_after"] for each in rows.values() if "failed" not in each)
-        after = f"{found['reward_after']:.2f}"
-        return f"**{after}**" if found["reward_after"] > best - 0.05 else after
+    def share(key: str) -> Callable[[dict], str]:
+        def show(found: dict) -> str:
+            best = max(rows[name][key] for name in shown)
+            return f"**{found[key]:.0%}**" if found[key] > best - 0.2 else f"{found[key]:.0%}"
+
+        return show
+
+    for found in rows.values():
+        found["sampled"] = statistics.fmean(found["rewards"][-10:]) if "rewards" in found else 0.0
 
     return "\n".join(
         [
             f"| {rows['qlora_rl']['steps']} steps of GRPO, one seed | " + " | ".join(shown.values()) + " |",
             f"{'|---' * (1 + len(shown))}|",
-            row("reward of 24 held-out answers, before", lambda r: f"{r['reward_before']:.2f}"),
-            row("… and after", reward),
+            row("right answers to 24 held-out sums, before", lambda r: f"{r['reward_before']:.0%}"),
+            row("… after, by the trainer's model", share("reward_after")),
+            row("… after, by the saved adapter on the original base", share("reward_reloaded")),
+            row("right answers that vLLM sampled, last 10 steps", share("sampled")),
             row(
                 "mismatch KL: median; worst step",
                 lambda r: f"{_power(r['mismatch_kl_median'])}; {_power(r['mismatch_kl_max'])}",
             ),
-            row("syncing a new policy", lambda r: f"{1e3 * r['sync_seconds']:,.0f} ms", is_time=True),
+            row("syncing a new policy", lambda r: f"{1e3 * r['sync_seconds']:,.0f} ms"),
             row(
                 "verifying it in the sampler",
                 lambda r: f"{1e3 * r['verify_seconds']:,.0f} ms" if r["verify_seconds"] else "not done",
-                is_time=True,
             ),
-            row("a step", lambda r: f"{r['step_seconds']:.1f} s", is_time=True),
+            row("a step", lambda r: f"{r['step_seconds']:.1f} s"),
         ]
     )
 
@@ -192,12 +147,7 @@ def _rollouts() -> list[dict]:
     return sorted(_load("rollout.json").values(), key=lambda r: (order.index(r["size"]), r["batch"]))
 
 
-def rollout_largest() -> str:
-    """The rows of the largest shape."""
-    return rollout(size="0.4b")
-
-
-def rollout(size: str | None = None) -> str:
+def rollout() -> str:
     """Tokens per second against vLLM as it comes; a shape, a batch and a way to a line."""
     lines = [
         "| shape | prompts at once | multiplied with | tokens/s | vLLM as it comes | ratio | share of the speed in 16 "
@@ -205,8 +155,6 @@ def rollout(size: str | None = None) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for result in _rollouts():
-        if size not in (None, result["size"]):
-            continue
         for way, row in result["modes"].items():
             share = f"{row['of_bf16']:.2f}" if "of_bf16" in row else ""
             lines.append(
@@ -627,24 +575,18 @@ def memory_plan() -> str:
     return "\n".join(lines)
 
 
-# What others publish, on one card: name -> tokens by card. docs/memory.md links the sources.
-PUBLISHED = {"Unsloth: Qwen3-8B, QLoRA, GRPO": {"80": 110_000}}
-
-
 def memory_longest() -> str:
-    """The longest prompt plus completion that fits, by model and card; our rows are estimates."""
+    """The longest prompt plus completion that fits, by model and card."""
     longest = _load("memory_plan.json")["longest"]
     cards = list(next(iter(longest.values())))
-    lines = [f"| tokens | {' | '.join(f'{card} GB' for card in cards)} | |", f"|---|{'---|' * (len(cards) + 1)}"]
+    lines = [f"| tokens | {' | '.join(f'{card} GB' for card in cards)} |", f"|---|{'---|' * len(cards)}"]
     models: dict[str, dict] = {}
     for name, by_card in longest.items():
         models.setdefault(name.partition(", ")[0], {})[name] = by_card
     for model, rows in models.items():
         first = next(iter(rows.values()))
         for name, by_card in ({model: first} if all(row == first for row in rows.values()) else rows).items():
-            lines.append(f"| {name} | {' | '.join(str(by_card[card] or 'none') for card in cards)} | estimate |")
-    for name, by_card in PUBLISHED.items():
-        lines.append(f"| {name} | {' | '.join(str(by_card.get(card, '')) for card in cards)} | published by them |")
+            lines.append(f"| {name} | {' | '.join(str(by_card[card] or 'none') for card in cards)} |")
     return "\n".join(lines)
 
 
@@ -726,17 +668,16 @@ def sync() -> str:
 
 
 def server() -> str:
-    """One push to a server, by both transports."""
+    """One push to a server."""
     result = _load("server.json")["sync_report"]
 
     def row(what: str, key: str) -> str:
-        shown = [f"{1e3 * result[way][key]['median']:.0f} ms" for way in ("http", "directory")]
-        return f"| {what} | {' | '.join(shown)} |"
+        return f"| {what} | {1e3 * result['http'][key]['median']:.0f} ms |"
 
     return "\n".join(
         [
-            "| median | in the body of a request | through a directory |",
-            "|---|---|---|",
+            "| median | in the body of a request |",
+            "|---|---|",
             row("**push** (`seconds`)", "seconds"),
             row("… folding and copying, packing or writing (`deliver_seconds`)", "deliver_seconds"),
             row("… sending, checking, loading (`load_seconds`)", "load_seconds"),
@@ -849,22 +790,6 @@ def _calibration(found: dict) -> str:
     return "\n".join(lines)
 
 
-def calibrated_training() -> str:
-    """What was measured before and in training, by the base; a column has a value for each seed."""
-    columns = ("base", "seeds", "steps", "in the form, %", "right number, %", "nats a token", "nats a digit")
-    lines = [f"| {' | '.join(columns)} |", f"{'|---' * len(columns)}|"]
-    groups: dict[tuple[str, str], dict[str, dict]] = {}
-    for name, row in _load("calibrated_training.json")["rows"].items():
-        what, _, seed = name.partition(", seed ")
-        for steps, found in row["steps"].items():
-            groups.setdefault((what, steps), {})[seed] = found
-    for (what, steps), each in groups.items():
-        shares = [", ".join(f"{100 * found[key]:.0f}" for found in each.values()) for key in ("form", "right")]
-        losses = [", ".join(f"{found[key]:.3f}" for found in each.values()) for key in ("loss", "digit_loss")]
-        lines.append(f"| {what} | {', '.join(each)} | {steps} | {' | '.join(shares + losses)} |")
-    return "\n".join(lines)
-
-
 def noise() -> str:
     """What trainer and engine differ by with nothing wrong, by model, base and precision."""
     lines = [
@@ -951,6 +876,29 @@ def calibrating() -> str:
     return "\n".join(lines)
 
 
+def calibrated_training() -> str:
+    """Right answers before and in training, by the base; a cell has a number for each seed."""
+    rows = _load("calibrated_training.json")["rows"]
+    bases = ("16 bits", "plain NF4", "NF4, shipped text")
+    names = {
+        method: {base: [f"{method}, {base}, seed {seed}" for seed in range(3)] for base in bases}
+        for method in ("SFT", "GRPO")
+    }
+    # Those methods of which all runs were made.
+    names = {
+        method: each for method, each in names.items() if set(rows) > {name for row in each.values() for name in row}
+    }
+    titles = ["base", "before", *(f"{method}, {steps} steps" for method in names for steps in (50, 100))]
+    lines = [f"| {' | '.join(titles)} |", f"{'|---' * len(titles)}|"]
+    for base in bases:
+        cells = [f"{100 * rows[f'start, {base}']['steps']['0']['right']:.0f}"]
+        for runs in names.values():
+            for steps in ("50", "100"):
+                cells.append(", ".join(f"{100 * rows[name]['steps'][steps]['right']:.0f}" for name in runs[base]))
+        lines.append(f"| {base} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def _gpu() -> dict:
     return _load("gpu.json") if (RESULTS / "gpu.json").exists() else {}
 
@@ -965,7 +913,6 @@ TABLES = {
     "gpu": lambda: gpu_tables.stacks(_gpu()),
     "gpu-numbers": lambda: gpu_tables.numbers(_gpu()),
     "field": lambda: field_tables.training(_load("field.json")),
-    "field-short": lambda: field_tables.short(_load("field.json")),
     "field-samplers": lambda: field_tables.samplers(_load("field.json")),
     "field-run": lambda: field_tables.run(_load("field.json")),
     "scale-checked": scale_checked,
@@ -975,7 +922,6 @@ TABLES = {
     "scale-assumed": scale_assumed,
     "train-decode": train_decode,
     "rollout": rollout,
-    "rollout-largest": rollout_largest,
     "rollout-runs": rollout_runs,
     "step": lambda: step(_load("step.json")),
     "step-avx2": step_avx2,
@@ -987,7 +933,6 @@ TABLES = {
     "server": server,
     "adapters": adapters,
     "starts": starts,
-    "demo": demo,
     "real": real,
     "dense": dense,
     "dense-fleet": dense_fleet,

@@ -16,13 +16,6 @@ P, G = 8, 8  # prompts of a step, completions of each
 MAX_TOKENS = 8
 
 
-def row_of(prompt, ids, logprobs, advantage):
-    """A completion behind its prompt; nothing is learnt from the prompt itself."""
-    tokens, before = [*prompt, *ids], [0.0] * (len(prompt) - 1)
-    inputs = {"logprobs": [*before, *logprobs], "advantages": [*before, *[advantage] * len(ids)]}
-    return TrainingRow(tokens[:-1], tokens[1:], inputs)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="hub name or checkpoint directory (default: the demo's tiny model)")
@@ -49,12 +42,10 @@ def main():
                 texts = adapters.tokenizer.batch_decode(rollout.completion_ids, skip_special_tokens=True)
                 gains = reward_exact_match(texts, [row["answer"] for row in batches[name]])
                 rewards[name] = sum(gains) / len(gains)
-                rows = []
-                for first in range(0, P * G, G):
-                    mean = sum(gains[first : first + G]) / G
-                    for i in range(first, first + G):
-                        sampled = prompts[name][i], rollout.completion_ids[i], rollout.logprobs[i]
-                        rows.append(row_of(*sampled, gains[i] - mean))
+                groups = [gains[first : first + G] for first in range(0, P * G, G)]
+                advantages = [gain - sum(group) / G for group in groups for gain in group]
+                sampled = zip(prompts[name], rollout.completion_ids, rollout.logprobs, advantages, strict=True)
+                rows = [TrainingRow.of(*each) for each in sampled]
                 adapters.forward_backward(name, rows, "importance_sampling")
                 adapters.optim_step(name, learning_rate=lr, grad_clip_norm=1.0)
             print(

@@ -35,7 +35,7 @@ _HOMES = {
     "iter_weights": "qlora_rl.adapter.merged_weights",
     "LocalEngine": "qlora_rl.engine.local",
     "ServerEngine": "qlora_rl.engine.client",
-    "connect": "qlora_rl.engine.client",
+    "connect": "qlora_rl.engine.fleet",
     "RayFleet": "qlora_rl.engine.fleet",
     "serve": "qlora_rl.engine.server",
     "start_server": "qlora_rl.engine.server",

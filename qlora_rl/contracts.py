@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, get_args, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -88,7 +88,7 @@ IMAGES = "images"
 # How a base can be held; how an engine multiplies with it; how a policy is to be sent.
 QuantType = Literal["nf4", "fp4", "none"]
 QUANT_TYPES = get_args(QuantType)
-ComputeWish = Literal["nf4", "auto", "vllm"]
+ComputeWish = Literal["nf4", "vllm"]
 SyncWish = Literal["auto", "lora_adapter", "weights"]
 # Key in the config of an adapter that only a check samples with: a server gives it no model name.
 IS_PROBE = "qlora_rl_is_probe"
@@ -207,10 +207,10 @@ class EngineCapabilities:
         can_sleep: it can give back memory between rollouts.
         takes_in_place: it lends the buffers that its layers multiply with (`InPlaceEngine`).
         takes_bytes, byte_way: it takes an adapter as bytes (`ByteEngine`), by "http" or "object_store" (Ray's).
-        dense_way: how full weights reach it: "stream" (in this process), "directory", "http", "object_store", or one of
-            `engine.weight_channels.WAYS`.
-        holds_two: it samples with two versions at once (`VersionedEngine`); where not, nothing may be sampled during a
-            push.
+        dense_way: how full weights reach it: "stream" (in this process), "http" or "object_store".
+        holds_two: it samples with two versions at once: what has begun with a version ends with it, that which serves
+            or the one before it, and several threads may ask, also during a push. Where not, nothing may be sampled
+            during a push.
         gives_logprobs: it reports the logprobs of what it samples. Where not, only the canary watches it, and nothing
             corrects the distance.
         takes_images: `generate` and `score` take `ImagePrompt`s.
@@ -286,6 +286,22 @@ class SyncReport:
     def as_dict(self) -> dict[str, Any]:
         """The fields, for JSON."""
         return asdict(self)
+
+
+class ClosedAtEnd:
+    """Something that is closed at the end of its `with` block."""
+
+    def close(self) -> None:
+        """Give everything back."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 class BaseHolder(Protocol):
@@ -394,11 +410,6 @@ class ByteEngine(RolloutEngine, Protocol):
         ...
 
 
-class VersionedEngine(RolloutEngine, Protocol):
-    """An engine that several threads may ask, also during a push: what has begun with a version ends with it, that
-    which serves or the one before it."""
-
-
 @runtime_checkable
 class CancellableEngine(Protocol):
     """An engine whose calls another thread can end."""
@@ -414,15 +425,6 @@ class ReplicatedEngine(Protocol):
 
     def score_each(self, sequences: Sequence[Sequence[int]], *, bare: bool = False) -> list[list[list[float]]]:
         """`RolloutEngine.score` of every one."""
-        ...
-
-
-@runtime_checkable
-class GaugedEngine(Protocol):
-    """An engine that shows its figures to others."""
-
-    def note_canary(self, difference: float) -> None:
-        """Record the difference found by the newest scored canary; best effort."""
         ...
 
 
@@ -479,12 +481,17 @@ class Transport(Protocol):
         """
         ...
 
-    def commit(self) -> None:
-        """The newest version was verified: finish what is left to do for it."""
+    def commit(self, pushed: AdapterBundle | None = None) -> None:
+        """The newest version was verified: finish what is left to do for it.
+
+        Args:
+            pushed: what it is, on the CPU, where that is at hand; it does not change any more.
+        """
         ...
 
-    def revoke(self, engine: Any) -> None:
-        """Take the newest version back and have the engine serve the one before it, or the bare base."""
+    def revoke(self, engine: Any, version: int) -> None:
+        """Take `version`, the newest, back and have the engine serve the one before it, or the bare base. What an
+        interrupt has ended can be repeated: no other version is taken back."""
         ...
 
     def before(self) -> tuple[int, Mapping[str, torch.Tensor]] | None:

@@ -88,7 +88,7 @@ def _find_package() -> None:
 
 def _fields() -> str:
     _find_package()
-    from qlora_rl.config.describe import markdown
+    from qlora_rl.config.text import markdown
 
     about = "What `qlora-rl train --print-schema` prints; [config.md](config.md) says how to use it."
     return f"# Every field of a run's file\n\n{about}\n\n{markdown()}"

@@ -12,7 +12,6 @@ import contextlib
 import copy
 import http.client
 import json
-import os
 import random
 import re
 import socket
@@ -131,11 +130,6 @@ BODIES: dict[str, Any] = {
         "held": False,
     },
     f"{OWN}/score": {"sequences": [[40, 41, 42]], "bare": True, "version": 0, "digest": "", "images": []},
-    f"{OWN}/probe": {"path": "trap/link"},
-    f"{OWN}/canary": {"difference": 0.0},
-    f"{OWN}/adapter": {"path": "trap", "version": 1, "digest": "0"},
-    f"{OWN}/weights": {"way": "gloo", "host": "127.0.0.1", "port": 1},
-    f"{OWN}/weights/part": {"ticket": {"file": "a/0"}, "nbytes": 4, "checksum": 1, "places": [["a", "float32", [1]]]},
     "/tokenize": {"model": "base", "prompt": "1", "add_special_tokens": True},
     "/detokenize": {"model": "base", "tokens": [40, 41]},
     "/v1/completions": {
@@ -205,11 +199,9 @@ class Fuzzer:
         self.counts = Counts(seed)
         routes = json.loads(self.send("GET", "/openapi.json")[1])["paths"]
         self.routes = [(m.upper(), path) for path, methods in routes.items() for m in methods]
-        self.traps = Path(json.loads(self.send("GET", f"{OWN}/state")[1])["adapter_dir"]) / "trap"
 
     def run(self, seconds: float) -> Counts:
         """Ask for so many seconds, or until Ctrl-C, after every route was asked."""
-        lay_traps(self.traps)
         for method, path in self.routes:
             for _ in range(5):
                 self.ask(method, path)
@@ -364,17 +356,6 @@ class Fuzzer:
         text = json.dumps(self.changed(header) if self.random.random() < 0.5 else header).encode()
         length = self.pick([len(text), len(text), len(text), 0, 2**63, len(text) + 7])
         return struct.pack("<Q", length) + text + struct.pack("<f", self.pick([0.0, 1.0, float("nan"), 1e30]))
-
-
-def lay_traps(root: Path) -> None:
-    """In the server's adapter directory: what is no file where a file is looked for."""
-    root.mkdir(exist_ok=True)
-    for name in ("adapter_model.safetensors", "adapter_config.json"):
-        (root / name).mkdir(exist_ok=True)
-    with contextlib.suppress(FileExistsError):
-        (root / "link").symlink_to("/etc/passwd")
-    with contextlib.suppress(FileExistsError):
-        os.mkfifo(root / "fifo")
 
 
 def main() -> int:

@@ -179,10 +179,6 @@ def plan(tests: Path = ROOT / "tests", device: str = "cuda") -> list[Piece]:
         command = ours("demo", "--quiet", "--steps", str(steps if on_card else 2), "--out", "{out}/run")
         return Piece("demo", command, limit_s=300, judge=learned if on_card else None)
 
-    def products(model: str, *options: str) -> Piece:
-        command = ("{python}", "benchmarks/nf4_gemm.py", "--models", model, *options, *written)
-        return Piece(f"gemm-{model}", command, needs_card=True)
-
     def sync(size: str) -> Piece:
         command = ("{python}", "benchmarks/sync.py", "--size", size if on_card else "demo", *written)
         return Piece(f"bench-sync-{size}", command)
@@ -193,7 +189,6 @@ def plan(tests: Path = ROOT / "tests", device: str = "cuda") -> list[Piece]:
         return Piece(f"field-{name}", command, limit_s=300, lacks_code=3)
 
     grouped = {
-        "products": "tests/gpu/test_gpu_products.py",
         "trainer": "tests/gpu/test_gpu_trainer.py",
         "engine": "tests/gpu/test_gpu_engine.py",
     }
@@ -201,20 +196,17 @@ def plan(tests: Path = ROOT / "tests", device: str = "cuda") -> list[Piece]:
     pieces = [
         part("facts", 120),
         part("engine-eager", 200),
-        test("test-products", grouped["products"]),
         part("engine-graphs", 300),
         test("test-trainer", grouped["trainer"]),
         memory(),
         demo(100),
-        products("llama-3.1-8b", "--keep"),
         test("test-engine", grouped["engine"], limit_s=LONGEST_S),
-        bench("rollout", "0.4b", "--mode", "nf4", "auto", "--minutes", "2"),
+        bench("rollout", "0.4b", "--mode", "nf4", "--minutes", "2"),
         sync("0.4b"),
         field("trl-4bit"),
         *(test(f"test-{Path(file).stem.removeprefix('test_').removeprefix('gpu_')}", file) for file in others),
         bench("step", "0.1b", "--rounds", "1"),
         bench("step", "0.4b", "--rounds", "1"),
-        *map(products, ("qwen2.5-0.5b", "qwen2.5-7b")),
         *map(field, ("qlora_rl", "trl-16bit", "torchrl", "unsloth", "draw-nf4", "draw-stock")),
     ]
     assert len({piece.name for piece in pieces}) == len(pieces), "two pieces have one name"

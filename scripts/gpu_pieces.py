@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -71,6 +72,32 @@ def _run(code: str) -> str:
     return done.stdout.strip()
 
 
+def _gpu_seconds(calls: Sequence[Callable[[], Any]], rounds: int = 15) -> float:
+    """Seconds of one call: all of them in one CUDA graph, as vLLM decodes; the median of the rounds."""
+    import torch
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    found = []
+    for _ in range(rounds):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        found.append(begin.elapsed_time(end) / 1e3 / len(calls))
+    return statistics.median(found[rounds // 3 :])
+
+
 def look_at_card(facts: Facts, device: str) -> None:
     """Processor, versions, and what the card can do at most."""
     import torch
@@ -80,15 +107,13 @@ def look_at_card(facts: Facts, device: str) -> None:
     facts.find("versions", lambda: {**describe_versions(), "cuda": torch.version.cuda})
     facts.find("machine", describe_machine)
     if device == "cuda":
-        from qlora_rl.engine.linears.gpu_compute import gpu_seconds
-
         card = torch.cuda.get_device_properties(0)
         facts.add("card", {"name": card.name, "gib": card.total_memory / 2**30, "sms": card.multi_processor_count})
         facts.find("a kernel of vLLM runs here", lambda: _run(KERNEL))
         one, other = (torch.empty(2**30, dtype=torch.uint8, device="cuda") for _ in range(2))
-        facts.find("copy, TB/s", lambda: round(2 * 2**30 / gpu_seconds([lambda: other.copy_(one)]) / 1e12, 2))
+        facts.find("copy, TB/s", lambda: round(2 * 2**30 / _gpu_seconds([lambda: other.copy_(one)]) / 1e12, 2))
         a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        facts.find("bf16 product of 8192, TFLOP/s", lambda: round(2 * 8192**3 / gpu_seconds([lambda: a @ b]) / 1e12))
+        facts.find("bf16 product of 8192, TFLOP/s", lambda: round(2 * 8192**3 / _gpu_seconds([lambda: a @ b]) / 1e12))
 
 
 def _memory_gib() -> dict[str, float]:

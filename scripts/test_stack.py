@@ -1,5 +1,5 @@
 """A selection of the tests for every supported stack, and a demo of ten steps; what came of them is recorded for the
-table of docs/engine.md.
+table of benchmarks/details.md.
 
     make test-stack VLLM=0.32.0                     makes .venv-0.32.0, runs this in it
     python scripts/test_stack.py [--json FILE] [--only WORD ...] [--workers 2]

@@ -67,10 +67,6 @@ _frozen_with = 0
 def pytest_configure(config: pytest.Config) -> None:
     """The order of the files is ours: pytest-xdist would begin with those that hold the most tests."""
     config.option.loadscopereorder = False
-    if "QLORA_RL_TEST_COSTS" in os.environ:
-        from costs import Costs
-
-        config.pluginmanager.register(Costs(Path(os.environ["QLORA_RL_TEST_COSTS"])))
 
 
 def _place(item: pytest.Item) -> tuple[int, int]:

@@ -15,13 +15,13 @@ PACKAGE = Path(qlora_rl.__file__).parent
 EXTRAS = (
     # commands, and what they are made of
     "__main__", "cli", "commands", "config", "data", "advice", "demo", "doctor", "export", "inference", "report",
-    "memory.pace", "engine.loading", "adapter.factory", "adapter.load", "train.setup.kto", "train.setup.tools",
+    "memory.pace", "engine.loading", "adapter.load", "train.setup.kto", "train.setup.tools",
     # rewards of ours
     "rewards.match", "rewards.numbers", "rewards.formulas", "rewards.programs", "rewards.judging",
     # other trainers
     "train.rloo", "train.online_dpo", "train.distillation", "train.teacher", "train.offline", "train.attach",
-    "train.async_grpo", "train.rollouts.prefetch", "train.rollouts.staleness", "train.rollouts.workers",
-    "train.metrics.teaching", "train.scoring.divergence",
+    "train.async_grpo", "train.rollouts.ahead", "train.rollouts.workers",
+    "train.scoring.divergence",
     # engines elsewhere, several processes, other frameworks
     "engine.server", "engine.client", "engine.fleet", "torchrl",
     "train.ranks.rank_rpc", "train.ranks.shared_engine", "train.ranks.zero",
@@ -29,23 +29,20 @@ EXTRAS = (
     "tinker", "train.adapters", "train.scoring.losses", "adapter.several",
     # full weights
     "base.bake", "adapter.merged_weights", "sync.full_weights", "engine.staging", "engine.chunks",
-    "engine.weight_channels", "engine.worker.received_weights",
     # bases by calibration, starts of adapters, experts in 4 bits, images on a CPU, products on a GPU
     "base.calibration", "adapter.initialization", "engine.worker.experts_4bit", "engine.worker.expert_adapters",
-    "engine.worker.routing", "engine.worker.bidirectional_attention", "engine.linears.gpu_compute",
-    "engine.linears.triton_nf4",
+    "engine.worker.routing", "engine.worker.bidirectional_attention",
 )  # fmt: skip
 # Where the core enters an extra, by a module of the core.
 ENTRIES = {
     "base.calibrated": {"base.calibration"},
     "engine.options": {"base.bake"},
     "engine.worker.experts": {"engine.worker.experts_4bit"},
-    "engine.worker.extension": {"engine.staging", "engine.worker.received_weights"},
-    "engine.worker.workers": {"engine.linears.gpu_compute", "engine.worker.expert_adapters", "engine.worker.routing"},
+    "engine.worker.extension": {"engine.staging"},
+    "engine.worker.workers": {"engine.worker.expert_adapters", "engine.worker.routing"},
     "rewards": {"rewards.formulas", "rewards.match", "rewards.programs"},
     "train.ranks.sharded": {"train.ranks.zero"},
-    "train.rollouts.engine_link": {"sync.full_weights", "train.ranks.shared_engine"},
-    "train.rollouts.engines": {"base.bake", "engine.client", "train.ranks.shared_engine"},
+    "train.rollouts.engine_link": {"base.bake", "engine.fleet", "sync.full_weights", "train.ranks.shared_engine"},
     "train.run.resume": {"train.ranks.zero"},
     "train.setup.config_checks": {"train.setup.kto"},
     "train.setup.processes": {"train.ranks.zero"},

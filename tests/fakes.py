@@ -1,120 +1,128 @@
-"""Replicas of a fleet in this process: `FakeEngine` behind a lock, two versions at once, faults on demand."""
+"""Engines elsewhere, in this process: `Direct`, the line to an actor, and `Here`, one with faults on demand."""
 
 import threading
 import time
 from dataclasses import replace
 
-from qlora_rl.adapter.store import unpack_adapter
 from qlora_rl.engine.fake import FakeEngine
+from qlora_rl.engine.fleet.ray_actor import ActorEngine
 from qlora_rl.errors import EngineBrokenError, VersionGoneError
 
 
-class Here:
-    """A replica whose process is this one.
+class Direct:
+    """The line to an `ActorEngine` of this process.
 
     Args:
-        name: of the replica.
-        model: of its own.
-        pause_s: that it takes for each prompt, asleep.
+        base: directory that the engine is told.
+        make: makes the engine of it.
     """
 
-    def __init__(self, name, model, *, pause_s=0.0):
-        self.url, self.timeout_s, self.wait_s, self.pause_s = name, 60.0, 0.0, pause_s
-        self.engine, self.model = FakeEngine(model, max_model_length=64), model
-        self.base = self.engine.describe_base().digest
-        self.found, self.incarnation, self.sampled, self.calls = (0, ""), 1, 0, 0
-        self.dies_at, self.is_dead = None, False
-        self.may_answer = threading.Event()
-        self.may_answer.set()
-        self._lock = threading.RLock()
-        self._held, self.version, self.pushed = {0: {}}, 0, None
+    url, way, piece_bytes, cuts, actor = "here", "object_store", 2**40, 0, None
 
-    @property
-    def start(self):
-        return f"{self.url}-{self.incarnation}"
+    def __init__(self, base, make):
+        self.base, self.make = base, make
+        self.start_again()
 
     def start_again(self):
         """As a process that was started anew: it holds nothing."""
-        self.incarnation += 1
-        self._held, self.version, self.pushed, self.is_dead, self.dies_at = {0: {}}, 0, None, False, None
+        if self.actor is not None:
+            self.actor.close()
+        self.actor = ActorEngine(str(self.base), {}, self.make)
+
+    def ask(self, method, path, body, start):
+        return self.actor.ask(start, method, path, body).checked(start)
+
+    def computes(self, timeout_s, *, bare):
+        return True
+
+    def close(self):
+        self.actor.close()
+
+
+class Here(Direct):
+    """To an engine that samples with two versions.
+
+    Args:
+        name: of the engine.
+        model: of its own.
+    """
+
+    def __init__(self, name, model):
+        self.url, self.pause_s = name, 0.0  # that it takes for each prompt, asleep
+        self.sampled = self.calls = 0
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+        super().__init__("base", lambda _: TwoVersions(model))
+
+    def start_again(self):
+        self.dies_at, self.is_dead = None, False
+        super().start_again()
+
+    def ask(self, method, path, body, start):
+        if path != "/generate":
+            self._live()
+            return super().ask(method, path, body, start)
+        self._live()
+        self.calls += 1
+        time.sleep(self.pause_s * len(body["prompts"]))
+        assert self.may_answer.wait(60)
+        self.is_dead |= self.calls == self.dies_at
+        self._live()
+        answer = super().ask(method, path, body, start)
+        self.sampled += len(body["prompts"])
+        return answer
 
     def _live(self):
         if self.is_dead:
             raise EngineBrokenError(f"asking {self.url}: it is dead.")
 
-    def is_there(self, timeout_s):
+    def computes(self, timeout_s, *, bare):
         return not self.is_dead
-
-    def wake(self):
-        self._live()
-
-    def capabilities(self):
-        return replace(
-            self.engine.capabilities(), takes_in_place=False, takes_bytes=True, can_sleep=False, holds_two=True
-        )
-
-    def describe_base(self):
-        self._live()
-        return self.engine.describe_base()
-
-    def repair_base(self):
-        return {}
-
-    def generate(self, prompts, sampling, *, places=None, version=None):
-        self._live()
-        self.calls += 1
-        time.sleep(self.pause_s * len(prompts))
-        assert self.may_answer.wait(60)
-        if self.calls == self.dies_at:
-            self.is_dead = True
-        self._live()
-        with self._lock:
-            version = self.version if version is None else version
-            self._serve(version)
-            rollout = self.engine.generate(prompts, sampling, places=places)
-            self.sampled += len(prompts)
-            return rollout
-
-    def _serve(self, version):
-        if version not in self._held:
-            raise VersionGoneError(f"generating: version={version} is no longer held by {self.url}.")
-        self.engine._serve(self._held[version], version)
-
-    def score(self, sequences, *, bare=False):
-        self._live()
-        with self._lock:
-            self._serve(self.version)
-            return self.engine.score(sequences, bare=bare)
-
-    def held_adapter(self, rank):
-        self._live()
-        with self._lock:
-            self._serve(self.version)
-            return self.engine.held_adapter(rank)
-
-    def note_canary(self, difference):
-        pass
-
-    def claim(self, *, force=False):
-        pass
-
-    def load_packed(self, blob, version):
-        self._live()
-        with self._lock:
-            before = {self.version: self._held[self.version]}
-            self._held = before | {version: unpack_adapter(blob).tensors}
-            self.version, self.pushed = version, (blob, version)
-
-    def load_adapter(self, directory, version):
-        raise NotImplementedError
-
-    def drop_adapter(self):
-        self._live()
-        with self._lock:
-            self._held, self.version, self.pushed = {0: {}}, 0, None
 
     def cancel(self):
         pass
 
-    def close(self):
-        self.engine.close()
+
+class TwoVersions(FakeEngine):
+    """One request at a time, with the version that serves or the one before it."""
+
+    def __init__(self, model):
+        super().__init__(model, max_model_length=64)
+        self._turn, self._both, self._newest = threading.RLock(), {0: {}}, 0
+
+    @property
+    def version(self):
+        return self._newest
+
+    def capabilities(self):
+        return replace(super().capabilities(), holds_two=True)
+
+    def load_adapter(self, directory, version):
+        with self._turn:
+            self._both = {self._newest: self._both[self._newest], version: self._read(directory, version)}
+            self._newest = version
+            self._serve(self._both[version], version)
+
+    def drop_adapter(self):
+        with self._turn:
+            super().drop_adapter()
+            self._both, self._newest = {0: {}}, 0
+
+    def generate(self, prompts, sampling=None, *, places=None, version=None):
+        with self._turn:
+            version = self._newest if version is None else version
+            if version not in self._both:
+                raise VersionGoneError(f"generating: version={version} is no longer held.")
+            self._serve(self._both[version], version)
+            try:
+                return super().generate(prompts, sampling, places=places)
+            finally:
+                self._serve(self._both[self._newest], self._newest)
+
+    def score(self, sequences, *, bare=False):
+        with self._turn:
+            return super().score(sequences, bare=bare)
+
+    def held_adapter(self, rank):
+        with self._turn:  # not of the version that another thread samples with
+            return super().held_adapter(rank)

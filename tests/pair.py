@@ -99,3 +99,11 @@ def trained(base, kind, seed=0, scale=0.02):
     if kind.prepare:
         kind.prepare(model)
     return model.eval()
+
+
+def breaking(weights, at, error):
+    """The first `at` tensors, then an exception."""
+    for i, pair in enumerate(weights):
+        if i == at:
+            raise error
+        yield pair

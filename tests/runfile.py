@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from qlora_rl.config.read import read_config
-from qlora_rl.config.write import to_toml
+from qlora_rl.config.text import to_toml
 from qlora_rl.errors import ConfigConflictError
 
 ROOT = Path(__file__).resolve().parents[1]

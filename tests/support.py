@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from multiprocessing import forkserver
 from pathlib import Path
@@ -340,6 +341,15 @@ def _emulated():
         return cpu_kernel._built.__wrapped__("avx512_bf16")
     finally:
         cpu_kernel.AVX512_FLAGS = real
+
+
+def wait_for_all(fleet) -> None:
+    """Until each replica that was lost is back."""
+    end = time.monotonic() + 300
+    while len(fleet.live) < len(fleet.replicas):
+        assert time.monotonic() < end
+        time.sleep(0.5)
+        fleet.wake()
 
 
 def command(*arguments, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:

@@ -95,11 +95,64 @@ def interrupted(service, model, rounds=4):
         sampler = client.save_weights_and_get_sampling_client().result()
         params = types.SamplingParams(max_tokens=8, seed=1)
         tokens = list(sampler.sample(types.ModelInput.from_ints([40, 41]), 1, params).result().sequences[0].tokens)
-        path = client.save_weights_external("end").result().path
-        urls = tinker.RestClient(base_url=url, api_key=key).get_external_weights_urls(path).result().urls
-        content = urllib.request.urlopen(urls["adapter_model.safetensors"]).read()
-        found.append([metrics, tokens, hashlib.sha256(content).hexdigest()])
+        found.append([metrics, tokens, weights_digest(client)])
     return {"found": found}
+
+
+def sampled(service, model):
+    """One step, a long sample, and a step on what was sampled; and the same again: tokens and digests of both.
+
+    Whoever runs this may kill the server, and start it again, while the first line is being worked on.
+    """
+    found = []
+    for _ in range(2):
+        client = service.create_lora_training_client(base_model=model, rank=4, seed=3).result()
+        client.forward_backward([datum([40, 41], [42, 43, 44], weights=[1.0] * 3)], "cross_entropy")
+        steps = [client.optim_step(types.AdamParams(learning_rate=1e-2)).result().metrics["step"]]
+        sampler = client.save_weights_and_get_sampling_client().result()
+        params = types.SamplingParams(max_tokens=1000, seed=1, stop=[])
+        future = sampler.sample(types.ModelInput.from_ints([40, 41]), 8, params)
+        print(json.dumps({"model": client.model_id}), flush=True)
+        made = [list(each.tokens) for each in future.result().sequences]
+        rows = [datum([40, 41], tokens[:500], weights=[1.0] * 500) for tokens in made]
+        client.forward_backward(rows, "cross_entropy")
+        steps.append(client.optim_step(types.AdamParams(learning_rate=1e-2)).result().metrics["step"])
+        found.append([made, steps, weights_digest(client)])
+    return {"found": found}
+
+
+def weights_digest(client):
+    """Of the adapter's matrices, as it is downloaded."""
+    path = client.save_weights_external("end").result().path
+    urls = tinker.RestClient(base_url=url, api_key=key).get_external_weights_urls(path).result().urls
+    return hashlib.sha256(urllib.request.urlopen(urls["adapter_model.safetensors"]).read()).hexdigest()
+
+
+def steady(service, model, seed, rounds):
+    """Steps, each with samples of what it has made: tokens and the digest of the end."""
+    client = service.create_lora_training_client(base_model=model, rank=4, seed=seed).result()
+    tokens = []
+    for number in range(rounds):
+        rows = [datum([2 + (11 * number + 7 * i + seed) % 120], [40, 41, 42, 43], weights=[1.0] * 4) for i in range(8)]
+        client.forward_backward(rows, "cross_entropy")
+        client.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+        sampler = client.save_weights_and_get_sampling_client().result()
+        params = types.SamplingParams(max_tokens=40, seed=number)
+        found = sampler.sample(types.ModelInput.from_ints([40, 41]), 4, params).result()
+        tokens.append([list(each.tokens) for each in found.sequences])
+        print(json.dumps({"model": client.model_id, "round": number}), flush=True)
+    return {"found": [tokens, weights_digest(client)]}
+
+
+def endless(service, model):
+    """Gradients that wait for a step, and a sample without end; whoever runs this kills it."""
+    client = service.create_lora_training_client(base_model=model, rank=4, seed=3).result()
+    sampler = client.save_weights_and_get_sampling_client().result()
+    client.forward_backward([datum([40, 41], [42, 43, 44], weights=[1.0] * 3)], "cross_entropy").result()
+    params = types.SamplingParams(max_tokens=1000, seed=1, stop=[])
+    print(json.dumps({"model": client.model_id}), flush=True)
+    while True:
+        sampler.sample(types.ModelInput.from_ints([40, 41]), 64, params).result()
 
 
 if __name__ == "__main__":

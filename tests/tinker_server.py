@@ -65,6 +65,21 @@ class TinkerServer:
             found = db.execute("SELECT state FROM requests WHERE model = ? AND seq = ?", (model, seq)).fetchone()
         return found is not None and found[0] == "waiting"
 
+    def samples(self, sampler: str, seq: int = 0, *, for_s: float = 1.0) -> bool:
+        """This request of sampling is taken, and goes on for so long at least."""
+        body = json.dumps({"request_id": f"{sampler}#{seq}"}).encode()
+        headers = {"content-type": "application/json", "x-api-key": self.keys[0]}
+        asked = urllib.request.Request(f"{self.url}/api/v1/retrieve_future", body, headers)
+        try:
+            with urllib.request.urlopen(asked, timeout=for_s):
+                raise AssertionError("it is over")
+        except TimeoutError:
+            return True
+        except urllib.error.HTTPError as error:
+            if error.code != 410:  # not asked yet
+                raise
+            return False
+
     def ask(
         self, path: str, body: Any = None, *, key: int = 0, method: str | None = None, raw: bytes | None = None
     ) -> tuple[int, Any]:
@@ -104,6 +119,11 @@ class TinkerServer:
         return session, made["model_id"]
 
 
+def varint(number: int) -> bytes:
+    """A number, as protocol buffers write it."""
+    return bytes([number]) if number < 128 else bytes([number & 127 | 128]) + varint(number >> 7)
+
+
 def pass_body(model: str, seq: int, rows: list[dict[str, Any]], loss: str = "cross_entropy", **fields: Any) -> bytes:
     """The body of a forward_backward; a row is its `tokens`, and a list for each input of the loss."""
     data = []
@@ -114,7 +134,7 @@ def pass_body(model: str, seq: int, rows: list[dict[str, Any]], loss: str = "cro
                 value={
                     "dense": np.asarray(values, "<i8" if name == "target_tokens" else "<f4").tobytes(),
                     "dtype": 2 if name == "target_tokens" else 1,
-                    "shape": bytes(np.shape(values)),  # each below 128
+                    "shape": b"".join(map(varint, np.shape(values))),
                 },
             )
             for name, values in row.items()

@@ -19,7 +19,7 @@ import torch
 
 from qlora_rl.adapter.inspected import active_adapter, method_of
 from qlora_rl.adapter.rules import Finding, judge_method
-from qlora_rl.adapter.store import CONFIG, ORIGIN, WEIGHTS
+from qlora_rl.adapter.store import CONFIG, ORIGIN, WEIGHTS, read_tensors
 from qlora_rl.base.checkpoint import models_are_whole
 from qlora_rl.base.experts import ATTENTION, NAMINGS, experts_as_linears, is_expert_matrix
 from qlora_rl.base.model_classes import auto_class
@@ -60,12 +60,11 @@ def load_adapters(model: Any, directory: Path) -> None:
         directory: one adapter in it, or one in a directory with its name, as PEFT lays them down.
     """
     from peft import set_peft_model_state_dict
-    from safetensors.torch import load_file
 
     for name in model.peft_config:
         for place in (directory / name, directory):
             if (place / WEIGHTS).exists() and (place != directory or name == "default" or len(model.peft_config) == 1):
-                set_peft_model_state_dict(model, load_file(place / WEIGHTS), adapter_name=name)
+                set_peft_model_state_dict(model, read_tensors(place), adapter_name=name)
                 break
 
 
@@ -89,7 +88,7 @@ def without_place(model: Any, directory: Path) -> list[str]:
     from peft import get_peft_model_state_dict
 
     held = get_peft_model_state_dict(model, dict(model.named_parameters()), save_embedding_layers=False)
-    return [name for name in _read_tensors(directory) if ".lora_" in name and name not in held]
+    return [name for name in read_tensors(directory) if ".lora_" in name and name not in held]
 
 
 def adapter_in(directory: str | os.PathLike[str]) -> Path:
@@ -136,7 +135,7 @@ def open_adapter(directory: str | os.PathLike[str], base: str | os.PathLike[str]
     if why := why_no_weights(path):
         return _rejected(why, method)
     try:
-        tensors = _read_tensors(path)
+        tensors = read_tensors(path)
     except Exception as error:
         return _rejected(f"{WEIGHTS} is damaged: {error}. Save the adapter again.", method)
     origin = _read_object(path / ORIGIN)
@@ -209,12 +208,6 @@ def _read_config(path: Path) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return PeftConfig.from_pretrained(path)
-
-
-def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(path / WEIGHTS)
 
 
 def _read_object(file: Path) -> Mapping[str, Any] | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from qlora_rl.adapter.factory import make_lora
+from qlora_rl.adapter.load import make_lora
 from qlora_rl.adapter.store import CONFIG, WEIGHTS
 from qlora_rl.errors import AdapterRejectedError, ConfigConflictError
 
@@ -116,11 +116,11 @@ class LoraSet:
         self,
         name: str,
         learning_rate: float,
-        beta1: float = 0.9,
-        beta2: float = 0.95,
-        eps: float = 1e-12,
-        weight_decay: float = 0.0,
-        grad_clip_norm: float = 0.0,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        grad_clip_norm: float,
     ) -> float:
         """One step of AdamW with the gradients, which are gone afterwards.
 
@@ -132,7 +132,7 @@ class LoraSet:
 
         Raises:
             ConfigConflictError: a setting is out of range, there are no gradients, or they or what AdamW makes of them
-                is not finite. Weights and state of the optimizer are as before.
+                is not finite. Weights and state of the optimizer are as before, as they are after an interrupt.
         """
         given = (learning_rate, beta1, beta2, eps, weight_decay, grad_clip_norm)
         for (setting, (low, high)), value in zip(_RANGES.items(), given, strict=True):
@@ -141,22 +141,26 @@ class LoraSet:
         parameters = list(self._parameters[name].values())
         if all(parameter.grad is None for parameter in parameters):
             raise ConfigConflictError("stepping: there are no gradients. Call forward_backward first.")
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, grad_clip_norm or math.inf))
         group, states = self._optimizers[name].param_groups[0], self._optimizers[name].state
         group |= {"lr": learning_rate, "betas": (beta1, beta2), "eps": eps, "weight_decay": weight_decay}
         before = {parameter: {k: v.clone() for k, v in states.get(parameter, {}).items()} for parameter in parameters}
         weights = [parameter.detach().clone() for parameter in parameters]
-        if is_finite := norm < math.inf:
-            self._optimizers[name].step()
-            made = [each for p in parameters for each in (p, *(states[p][m] for m in _MOMENTS[:2] if p in states))]
-            is_finite = bool(torch.stack([each.isfinite().all() for each in made]).all())
-        self.take_gradients(name)
+        is_finite = False
+        try:
+            norm = float(torch.nn.utils.clip_grad_norm_(parameters, grad_clip_norm or math.inf))
+            if norm < math.inf:
+                self._optimizers[name].step()
+                made = [each for p in parameters for each in (p, *(states[p][m] for m in _MOMENTS[:2] if p in states))]
+                is_finite = bool(torch.stack([each.isfinite().all() for each in made]).all())
+        finally:  # an interrupt leaves no half of a step, nor gradients that are half clipped
+            self.take_gradients(name)
+            if not is_finite:
+                with torch.no_grad():
+                    for parameter, weight in zip(parameters, weights, strict=True):
+                        parameter.copy_(weight)
+                states.clear()
+                states.update({parameter: state for parameter, state in before.items() if state})
         if not is_finite:
-            with torch.no_grad():
-                for parameter, weight in zip(parameters, weights, strict=True):
-                    parameter.copy_(weight)
-            states.clear()
-            states.update({parameter: state for parameter, state in before.items() if state})
             raise ConfigConflictError(
                 f"stepping: the norm of the gradients is {norm}, and it or the new weights are not finite. Gradients "
                 "are dropped, weights and optimizer are as before; look at the advantages and logprobs of the rows, or "
@@ -165,11 +169,13 @@ class LoraSet:
         return norm
 
     def save(self, name: str, directory: Path, *, optimizer: bool = True) -> None:
-        """Write a LoRA into an existing directory, as PEFT does; with the state of its optimizer."""
-        from safetensors.torch import save_file
+        """Write a LoRA into an existing directory, as PEFT does; with the state of its optimizer.
 
+        Raises:
+            OSError: it cannot be written.
+        """
         weights = {key: value.detach().cpu().contiguous() for key, value in self._parameters[name].items()}
-        save_file(weights, directory / WEIGHTS, metadata={"format": "pt"})
+        _write(weights, directory / WEIGHTS)
         self.model.peft_config[name].save_pretrained(str(directory))
         written = json.loads((directory / CONFIG).read_text()) | {"inference_mode": True}
         (directory / CONFIG).write_text(json.dumps(written, indent=1, sort_keys=True))
@@ -181,7 +187,7 @@ class LoraSet:
                 if parameter in states
                 for moment in _MOMENTS
             }
-            save_file(moments, directory / OPTIMIZER, metadata={"format": "pt"})
+            _write(moments, directory / OPTIMIZER)
 
     def load(self, name: str, directory: Path, *, optimizer: bool = True) -> None:
         """Give a LoRA the weights of a directory that `save` has written, and the optimizer its state or none; bit for
@@ -207,7 +213,8 @@ class LoraSet:
             )
         if optimizer and not (directory / OPTIMIZER).is_file():
             raise AdapterRejectedError(
-                f"loading the adapter {directory.name}: it was saved without the state of its optimizer."
+                f"loading the adapter {directory.name}: it was saved without the state of its optimizer. Use "
+                "optimizer=False."
             )
         moments: Mapping[str, torch.Tensor] = load_file(directory / OPTIMIZER) if optimizer else {}
         self.take_gradients(name)
@@ -222,6 +229,16 @@ class LoraSet:
                         for moment in _MOMENTS
                         if (found := moments[f"{key}.{moment}"]) is not None
                     }
+
+
+def _write(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(dict(tensors), path, metadata={"format": "pt"})
+    except SafetensorError as error:  # of a full disk, too
+        raise OSError(f"writing {path}: {error}") from error
 
 
 def stored_config(directory: Path) -> Any:

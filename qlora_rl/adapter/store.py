@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import secrets
@@ -163,14 +162,13 @@ def default_root() -> Path:
     return shm if shm.is_dir() and os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
 
 
-def read_directory(directory: Path) -> tuple[AdapterBundle, str]:
-    """The adapter, and the digest of its two files.
+def read_directory(directory: Path) -> AdapterBundle:
+    """The adapter in a PEFT directory.
 
     Raises:
         SyncError: it cannot be read.
     """
     try:
-        weights, config = (directory / WEIGHTS).read_bytes(), (directory / CONFIG).read_bytes()
-        return parse_adapter(weights, config), hashlib.sha256(weights + config).hexdigest()
+        return parse_adapter((directory / WEIGHTS).read_bytes(), (directory / CONFIG).read_bytes())
     except (OSError, ValueError) as error:
         raise SyncError(f"reading the adapter in {directory}: {error}. Write it again.") from error

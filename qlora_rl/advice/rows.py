@@ -12,6 +12,7 @@ from typing import Any
 from qlora_rl.adapter.directory import adapter_in
 from qlora_rl.advice.chat import Chat
 from qlora_rl.config.paths import split_reward
+from qlora_rl.config.rewards import check_use
 from qlora_rl.config.schema import TEACHERS, Data
 from qlora_rl.contracts import IMAGES
 from qlora_rl.data.files import ANSWERS, PROMPTS, check_files, is_file
@@ -81,6 +82,8 @@ def tables_for(
         ConfigConflictError: it cannot be loaded, has no columns for the method (names those that it has), or has images
             and the model takes none.
     """
+    if wrong := check_use(reward) if reward else []:
+        raise ConfigConflictError(f"choosing the reward: {wrong[0]}.")
     chat = chat or Chat()
     given: dict[str, Any] = {key: value for key, value in (("subset", subset), ("split", split)) if value is not None}
     known, scores = known_dataset(name), METHODS[task].scores

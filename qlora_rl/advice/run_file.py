@@ -7,7 +7,7 @@ from typing import Any
 
 from qlora_rl.advice.rows import Tables
 from qlora_rl.advice.settings import Recommendation
-from qlora_rl.config.write import value
+from qlora_rl.config.text import value
 from qlora_rl.methods import METHODS
 
 # PEFT is told it by the trainer, and the trainer's field has another name in the file.

@@ -7,6 +7,31 @@ Sources:
     TRL: its documentation and the defaults of its configs, 1.16.
     TIS: Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025 (truncated
         importance sampling).
+
+How they are chosen:
+
+- NF4 with double quantisation, 64 weights to a scale, bf16 to compute in: QLoRA, section 3 and table 4.
+- LoRA on every linear: QLoRA (figure 2: needed to match full fine-tuning) and LWR (attention alone is worse at
+  equal size).
+- Rank 16 for reinforcement and preferences, which teach little per sequence (LWR: down to rank 1); 64 for SFT
+  (QLoRA's). Alpha 32 with PEFT's alpha / r (LWR): the best learning rate then hardly depends on the rank.
+- No dropout: LWR uses none, QLoRA needs it for small models only; in GRPO it would be a distance to the engine.
+- Ten times the learning rate of full fine-tuning (LWR; TRL's default is the latter), 15 times in a run of less than
+  100 steps (LWR); constant (LWR, QLoRA), after a short warm-up. In SFT half of it from 30 B on (QLoRA, table 9). Of
+  the other methods TRL's default is taken as that of 8 B, and the rate falls with the square root of the
+  parameters; that is our rule.
+- Paged 8-bit AdamW on CUDA (paging: QLoRA, section 3; 8-bit states: Dettmers et al. 2022, arXiv 2110.02861);
+  torch's on a CPU.
+- Gradient checkpointing: QLoRA; TRL's default.
+- Distillation: as GRPO, with one completion for each prompt; the KV cache gets what the plan has left for it.
+- 64 completions or 32 other sequences a step: LWR finds LoRA less tolerant of large batches than full fine-tuning.
+  On a CPU 16 completions, of at most 128 tokens where no length was asked for, as sampling is slow.
+- In GRPO truncated importance sampling by token: TIS, and docs/fidelity.md#the-correction.
+- float32 adapter weights: docs/fidelity.md#the-dtype-of-the-adapter.
+
+Where completions are sampled the micro-batch is the one with the shortest estimated step (`memory/pace.py`): a
+larger one trains faster, and leaves less for the KV cache. Otherwise it is the largest that fits. If none does, the
+plan turns on what only costs time (`memory/plan.py`); then the length is lowered.
 """
 
 from __future__ import annotations
@@ -122,30 +147,7 @@ def recommend(
     trust_remote_code: bool = False,
     teacher: str | os.PathLike[str] | None = None,
 ) -> Recommendation:
-    """Settings for one model, task and card.
-
-    - NF4 with double quantisation, 64 weights to a scale, bf16 to compute in: QLoRA, section 3 and table 4.
-    - LoRA on every linear: QLoRA (figure 2: needed to match full fine-tuning) and LWR (attention alone is worse at
-      equal size).
-    - Rank 16 for reinforcement and preferences, which teach little per sequence (LWR: down to rank 1); 64 for SFT
-      (QLoRA's). Alpha 32 with PEFT's alpha / r (LWR): the best learning rate then hardly depends on the rank.
-    - No dropout: LWR uses none, QLoRA needs it for small models only; in GRPO it would be a distance to the engine.
-    - Ten times the learning rate of full fine-tuning (LWR; TRL's default is the latter), 15 times in a run of less than
-      100 steps (LWR); constant (LWR, QLoRA), after a short warm-up. In SFT half of it from 30 B on (QLoRA, table 9). Of
-      the other methods TRL's default is taken as that of 8 B, and the rate falls with the square root of the
-      parameters; that is our rule.
-    - Paged 8-bit AdamW on CUDA (paging: QLoRA, section 3; 8-bit states: Dettmers et al. 2022, arXiv 2110.02861);
-      torch's on a CPU.
-    - Gradient checkpointing: QLoRA; TRL's default.
-    - Distillation: as GRPO, with one completion for each prompt; the KV cache gets what the plan has left for it.
-    - 64 completions or 32 other sequences a step: LWR finds LoRA less tolerant of large batches than full fine-tuning.
-      On a CPU 16 completions, of at most 128 tokens where no length was asked for, as sampling is slow.
-    - In GRPO truncated importance sampling by token: TIS, and docs/fidelity.md#the-correction.
-    - float32 adapter weights: docs/fidelity.md#the-dtype-of-the-adapter.
-
-    Where completions are sampled the micro-batch is the one with the shortest estimated step (`memory/pace.py`): a
-    larger one trains faster, and leaves less for the KV cache. Otherwise it is the largest that fits. If none does, the
-    plan turns on what only costs time (`memory/plan.py`); then the length is lowered.
+    """Settings for one model, task and card; the module's docstring says how they are chosen.
 
     Args:
         model: checkpoint or base directory, config.json, or hub name; no weight is read.
@@ -169,68 +171,79 @@ def recommend(
     except ValueError as error:
         raise ConfigConflictError(f"recommending settings: gpu_memory={error}.") from None
     device = device or _device(gpu_memory)
-    spec = stored_spec(model)
     is_slow = device == "cpu" and task in SAMPLING
     per_step = _ON_CPU if is_slow else METHODS[task].per_step
-    optimizer = "paged_adamw_8bit" if device == "cuda" else "adamw_torch_fused"
     config_of_model = read_config(model, trust_remote_code=trust_remote_code)
     check_supported(config_of_model)
-    adapted = adaptable(config_of_model, "all-linear")
-    request = {
-        "spec": spec,
-        "rank": METHODS[task].rank,
-        "target_modules": adapted,
-        "optimizer": optimizer,
-        "gpu_memory_gib": gpu_memory,
-        "device": device,
-        "has_engine": task in SAMPLING,
-        "can_sleep": may_sleep(lends=True),
-        "method": task if task in TAUGHT else "grpo",
-    }
+    request = _request(config_of_model, task, gpu_memory, device) | {"spec": stored_spec(model)}
     if teacher is not None:
         of_teacher = read_config(teacher, trust_remote_code=trust_remote_code)
         request |= {"teacher": of_teacher, "teacher_spec": stored_spec(teacher)}
-    wished = max_length or _LENGTH
-    estimate = _fitted(config_of_model, task, wished, request, per_step)
-    if (
-        not estimate.fits and estimate.shape.experts and spec == QuantSpec()
-    ):  # of a base that is prepared nothing can be chosen
-        spec = replace(spec, quantize_experts=True)
-        estimate = _fitted(config_of_model, task, wished, request | {"spec": spec}, per_step)
+    estimate = _fitted(config_of_model, task, max_length or _LENGTH, request, per_step)
+    if not estimate.fits and estimate.shape.experts and request["spec"] == QuantSpec():
+        # Of a base that is prepared nothing can be chosen.
+        request["spec"] = replace(request["spec"], quantize_experts=True)
+        estimate = _fitted(config_of_model, task, max_length or _LENGTH, request, per_step)
     config = _training(task, estimate, per_step, max_steps, is_short=is_slow and not max_length)
     lora = {
         "r": METHODS[task].rank,
         "lora_alpha": _ALPHA,
         "lora_dropout": 0.0,
-        "target_modules": adapted,
+        "target_modules": request["target_modules"],
         "task_type": "CAUSAL_LM",
     }
-    base = {"quant": spec.quant_type, **({"double_quant": spec.double_quant} if spec.is_4bit else {})}
-    base |= {"quantize_experts": True} if spec.quantize_experts else {}
     trainer: dict[str, Any] = {"adapter_dtype": "float32"}
     if teacher is not None:
         trainer["teacher_model"] = os.fspath(teacher)
     if task in SAMPLING and gpu_memory is not None:
         trainer["gpu_memory"] = gpu_memory
     reasons = _reasons(task, device, estimate, max_length, function_limit(config_of_model))
-    if (made := stored_base(model)) is not None:
-        reasons["quant"] = "as the base is stored" + (f"; {made.measured}" if made.measured else "")
-        if spec.compute_dtype == "float16":
-            base["compute_dtype"], config["bf16"] = "float16", False
-            reasons["compute_dtype"] = reasons["bf16"] = "the base computes in float16"
-            reasons["adapter_dtype"] = reasons["adapter_dtype"].replace("bf16", "float16")
-        elif made.measured and spec.compute_dtype == "bfloat16" and (nearer := made.measured.rounds_less):
-            reasons["bf16"] += f". {nearer}: {_FLOAT16}"
-    elif spec.is_4bit and not getattr(config_of_model, "quantization_config", None):
-        reasons["calibrate"] = _CALIBRATED
-        reasons["bf16"] += "; `qlora-rl prepare MODEL DIR` measures whether float16 rounds less"
     if is_slow:
         why = f"no GPU here: {per_step} completions per step instead of {METHODS[task].per_step}"
         reasons["gradient_accumulation_steps"] = f"{why} (docs/situations.md)"
         if not max_length:
             reasons["max_completion_length"] = "no GPU here: short, as sampling is slow; --max-length changes it"
     reasons["learning_rate"] = _why_rate(task, estimate.shape.parameters, max_steps)
-    return Recommendation(task, base, lora, config, trainer, reasons, estimate)
+    advice = Recommendation(task, _base(request["spec"]), lora, config, trainer, reasons, estimate)
+    _add_measured(advice, request["spec"], stored_base(model), config_of_model)
+    return advice
+
+
+def _request(config: Any, task: str, gpu_memory: float | None, device: str) -> dict[str, Any]:
+    """What `plan_memory` is asked, but for base, length and batch."""
+    return {
+        "rank": METHODS[task].rank,
+        "target_modules": adaptable(config, "all-linear"),
+        "optimizer": "paged_adamw_8bit" if device == "cuda" else "adamw_torch_fused",
+        "gpu_memory_gib": gpu_memory,
+        "device": device,
+        "has_engine": task in SAMPLING,
+        "can_sleep": may_sleep(lends=True),
+        "method": task if task in TAUGHT else "grpo",
+    }
+
+
+def _base(spec: QuantSpec) -> dict[str, Any]:
+    """Arguments of `prepare_base`."""
+    base = {"quant": spec.quant_type, **({"double_quant": spec.double_quant} if spec.is_4bit else {})}
+    return base | ({"quantize_experts": True} if spec.quantize_experts else {})
+
+
+def _add_measured(advice: Recommendation, spec: QuantSpec, made: Any, config_of_model: Any) -> None:
+    """Add to `advice` what the base that is there was measured to be, or what preparing one can choose."""
+    reasons = advice.reasons
+    if made is None:
+        if spec.is_4bit and not getattr(config_of_model, "quantization_config", None):
+            reasons["calibrate"] = _CALIBRATED
+            reasons["bf16"] += "; `qlora-rl prepare MODEL DIR` measures whether float16 rounds less"
+        return
+    reasons["quant"] = "as the base is stored" + (f"; {made.measured}" if made.measured else "")
+    if spec.compute_dtype == "float16":
+        advice.base["compute_dtype"], advice.config["bf16"] = "float16", False
+        reasons["compute_dtype"] = reasons["bf16"] = "the base computes in float16"
+        reasons["adapter_dtype"] = reasons["adapter_dtype"].replace("bf16", "float16")
+    elif made.measured and spec.compute_dtype == "bfloat16" and (nearer := made.measured.rounds_less):
+        reasons["bf16"] += f". {nearer}: {_FLOAT16}"
 
 
 def _training(task: str, estimate: MemoryEstimate, per_step: int, max_steps: int, *, is_short: bool) -> dict[str, Any]:

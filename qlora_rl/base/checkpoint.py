@@ -206,13 +206,16 @@ def _prepare_directory(
         # A checkpoint that is 4-bit already keeps its bytes; its live layers say what its config may not.
         written = spec if method is None else spec_of(loaded)
 
-        def read() -> Any:
-            return read_tokenizer(tokenizer, source, trust_remote_code)
-
-        choice.check_range(loaded, read, written.compute_dtype, is_quantized=method is not None)
-        choose = choice.by(read)
-        write_checkpoint(loaded, written, directory, is_quantized=method is not None, choose=choose)
-        write_tokenizer(tokenizer, source, directory, trust_remote_code, rows=embedding_rows(loaded))
+        _write(
+            loaded,
+            written,
+            directory,
+            tokenizer,
+            source,
+            trust_remote_code,
+            is_quantized=method is not None,
+            choice=choice,
+        )
         for code in source.glob("*.py") if trust_remote_code else ():  # what `auto_map` of the config names
             shutil.copy(code, directory / code.name)
         return written
@@ -322,18 +325,33 @@ def _prepare_object(
     origin = getattr(base.config, "_name_or_path", "") or type(base).__name__
 
     def write(directory: Path) -> QuantSpec:
-        def read() -> Any:
-            return read_tokenizer(tokenizer, Path(origin), trust_remote_code=False)
-
-        choice.check_range(base, read, written.compute_dtype, is_quantized=live.is_4bit)
-        choose = choice.by(read)
-        write_checkpoint(base, written, directory, is_quantized=live.is_4bit, choose=choose)
-        write_tokenizer(tokenizer, Path(origin), directory, trust_remote_code=False, rows=embedding_rows(base))
+        _write(base, written, directory, tokenizer, Path(origin), False, is_quantized=live.is_4bit, choice=choice)
         return written
 
     name, label = Path(origin).name, choice.label(written)
     made = _publish(name, label, inputs, out, write, source=f"model object ({origin})", choice=choice)
     return made if live.is_4bit else _measured_since(made, choice, lambda: base, trust_remote_code=False)
+
+
+def _write(
+    model: Any,
+    spec: QuantSpec,
+    directory: Path,
+    tokenizer: Any,
+    source: Path,
+    trust_remote_code: bool,
+    *,
+    is_quantized: bool,
+    choice: Calibration,
+) -> None:
+    """A model and its tokenizer, by default that of `source`, as a base directory."""
+
+    def read() -> Any:
+        return read_tokenizer(tokenizer, source, trust_remote_code)
+
+    choice.check_range(model, read, spec.compute_dtype, is_quantized=is_quantized)
+    write_checkpoint(model, spec, directory, is_quantized=is_quantized, choose=choice.by(read))
+    write_tokenizer(tokenizer, source, directory, trust_remote_code, rows=embedding_rows(model))
 
 
 def open_base(path: str | os.PathLike[str], *, verify: bool = True) -> PreparedBase:

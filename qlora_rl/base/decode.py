@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -66,37 +66,3 @@ def decoder(quant_type: str, blocksize: int) -> Decode | None:
 def decode_plainly(codes: torch.Tensor, state: Any) -> torch.Tensor:
     """The bf16 weight [O, I] as bitsandbytes' own function gives it."""
     return require_bitsandbytes().functional.dequantize_4bit(codes, state).to(torch.bfloat16)
-
-
-def fused_product(
-    x: torch.Tensor, codes: torch.Tensor, absmax: torch.Tensor, shape: Sequence[int], blocksize: int, quant_type: str
-) -> torch.Tensor:
-    """x [..., I] times the weight [O, I] that the codes stand for, by the operator of bitsandbytes that its layers
-    call.
-
-    On a GPU that is one fused kernel, or, from some number of rows on, a decoded weight and a plain product;
-    bitsandbytes chooses.
-
-    Args:
-        x: bf16, fp16 or float32.
-        codes: uint8, of any shape.
-        absmax: scales that are not quantised, float32.
-        shape: (O, I).
-        blocksize: weights per scale.
-        quant_type: "nf4" or "fp4".
-    """
-    require_bitsandbytes()
-    return torch.ops.bitsandbytes.gemm_4bit.default(
-        x, codes.view(-1, 1), list(shape), absmax, blocksize, quant_type, bias=None
-    )
-
-
-def decoded_weight(
-    codes: torch.Tensor, absmax: torch.Tensor, shape: Sequence[int], blocksize: int, quant_type: str, dtype: torch.dtype
-) -> torch.Tensor:
-    """The weight [O, I] in `dtype`, as bitsandbytes' own kernel for the device decodes it; arguments as of
-    `fused_product`."""
-    require_bitsandbytes()
-    return torch.ops.bitsandbytes.dequantize_4bit.default(
-        codes.view(-1, 1), absmax, blocksize, quant_type, list(shape), dtype
-    )

@@ -79,37 +79,6 @@ def naming_of(model: Any) -> Naming | None:
     return NAMINGS.get(getattr(getattr(model, "config", None), "model_type", ""))
 
 
-def stored_parts(naming: Naming | None, name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """A weight of transformers' model by the names of checkpoints: one by one the matrices of all experts, else itself;
-    views.
-
-    Args:
-        naming: `naming_of` its model.
-        name: in the bare model.
-        weight: of any shape; that of experts is [E, 2I, H] or [E, H, I].
-    """
-    if naming is None or ".mlp." not in name:
-        yield name, weight
-        return
-    path, _, own = stored_name(naming, name).partition(f".{naming.block}.")
-    path = f"{path}.{naming.block}"
-    if own == "experts.gate_up_proj":
-        for number, both in enumerate(weight):
-            gate, up = both.chunk(2)
-            yield f"{path}.experts.{number}.{naming.gate}.weight", gate
-            yield f"{path}.experts.{number}.{naming.up}.weight", up
-    elif own == "experts.down_proj":
-        for number, down in enumerate(weight):
-            yield f"{path}.experts.{number}.{naming.down}.weight", down
-    else:
-        yield f"{path}.{own}", weight
-
-
-def stored_name(naming: Naming | None, name: str) -> str:
-    """What checkpoints call a weight of transformers' model that they store as it is."""
-    return name if naming is None else name.replace(".mlp.", f".{naming.block}.", 1)
-
-
 class Names:
     """What checkpoints call the weights of one model, from names in transformers' model.
 
@@ -123,12 +92,27 @@ class Names:
 
     def stored(self, name: str) -> str:
         """Of a weight that checkpoints store as it is."""
-        return self._lengthened(stored_name(self._mixture, name))
+        return self._lengthened(name if self._mixture is None else name.replace(".mlp.", f".{self._mixture.block}.", 1))
 
     def parts(self, name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Of a weight, and of the parts in which checkpoints store it (`stored_parts`); views."""
-        for stored, part in stored_parts(self._mixture, name, weight):
-            yield self._lengthened(stored), part
+        """Of a weight, and of the parts in which checkpoints store it: one by one the matrices of all experts, else
+        itself; views.
+
+        Args:
+            name: in the bare model.
+            weight: of any shape; that of experts is [E, 2I, H] or [E, H, I].
+        """
+        naming, (path, _, own) = self._mixture, self.stored(name).rpartition(".experts.")
+        if naming is None or own not in ("gate_up_proj", "down_proj"):
+            yield self.stored(name), weight
+            return
+        for number, matrices in enumerate(weight):
+            if own == "down_proj":
+                named = {naming.down: matrices}
+            else:
+                named = dict(zip((naming.gate, naming.up), matrices.chunk(2), strict=True))
+            for part, matrix in named.items():
+                yield f"{path}.experts.{number}.{part}.weight", matrix
 
     def _lengthened(self, name: str) -> str:
         if self._tower is None or not name.startswith(self._tower[0]) or name.startswith(self._tower[1]):

@@ -390,14 +390,10 @@ def dequantised_weight(parameter: torch.Tensor) -> torch.Tensor:
     state = getattr(parameter, "quant_state", None)
     if state is None:
         return parameter.detach().float()
-    absmax, codes = exact_absmax(state), parameter.detach().contiguous().flatten().view(torch.uint8)
-    weight = torch.empty(math.prod(state.shape), dtype=torch.float32, device=codes.device)
-    for start in range(0, weight.numel(), _SLICE):
-        size = min(_SLICE, weight.numel() - start)
-        bytes_here = codes[start // 2 : (start + size + 1) // 2]
-        scales = absmax[start // state.blocksize : -(-(start + size) // state.blocksize)]
-        weight[start : start + size] = dequantize_exactly(bytes_here, scales, state.code, state.blocksize, (size,))
-    return weight.reshape(*state.shape)
+    weight_OI = torch.empty(*state.shape, dtype=torch.float32, device=parameter.device)
+    for first, rows in dequantised_rows(parameter):
+        weight_OI[first : first + len(rows)] = rows
+    return weight_OI
 
 
 def keep_packing(model: torch.nn.Module) -> None:

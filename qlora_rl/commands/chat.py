@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from typing import Any
 
@@ -55,15 +56,22 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """A talk in a terminal; from a pipe each line is a talk of its own."""
-    import json
-
-    from qlora_rl.errors import ConfigConflictError, QloraRLError
-
     if arguments.system and arguments.raw:
         raise UsageError("chatting: --system with --raw, which uses no messages. Leave one of them out.")
     if arguments.teacher and arguments.base_only:
         raise UsageError("chatting: --teacher with --base-only, which is no student. Leave one of them out.")
+    talks, title = _talks(arguments)
+    if sys.stdin.isatty():
+        _in_terminal(talks, title, arguments.image)
+    else:
+        _from_pipe(talks, arguments.image, as_json=arguments.json)
+    return 0
+
+
+def _talks(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """Who answers, by name, and what a talk begins with; one that answers alone has no name."""
     from qlora_rl.engine.loading import loading
+    from qlora_rl.errors import ConfigConflictError
 
     with loading("qlora_rl.adapter.initialization", quietly=True):
         from qlora_rl.inference.chat import Conversation
@@ -82,70 +90,85 @@ def run(arguments: argparse.Namespace) -> int:
     )
     if arguments.system and not talk.uses_template:
         raise ConfigConflictError("chatting: --system, and the base has no chat template. Leave it out.")
-    talks = {"": talk}
-    if arguments.teacher:
-        talks = {"student": talk, "teacher": talk.with_teacher()}
-        if arguments.system is not None and trained.config["teacher"].get("reads"):
-            print("the teacher reads what it read in training, without --system", file=sys.stderr)
-        if lacks := talks["teacher"].lacks:
-            print(f"the teacher reads what you say alone; in training it also read {lacks}", file=sys.stderr)
-    if not sys.stdin.isatty():
-        answers, cut_off = 0, 0
-        for line in sys.stdin:
-            text = line.rstrip("\n")
-            if not arguments.json:  # which answer is whose; on stderr, so that a file holds answers alone
-                print(f"> {text}", file=sys.stderr, flush=True)
-            told: dict[str, Any] = {"prompt": text}
-            for who, each in talks.items():
-                each.forget()
-                said, name = "".join(each.answer(text, arguments.image)), f"{who}_" * (who == "teacher")
-                is_cut = each.cut_off_after is not None
-                answers, cut_off = answers + 1, cut_off + is_cut
-                told |= {f"{name}answer": said, f"{name}cut_off": is_cut}
-                if not arguments.json:
-                    print(f"{who}: {said}" if who else said, flush=True)
-            if arguments.json:
-                print(json.dumps(told, ensure_ascii=False), flush=True)
-        if cut_off:
-            print(
-                f"{cut_off} of {answers} answers were cut off after {talk.max_tokens} tokens, or at the model's last "
-                "position; --max-tokens sets the limit",
-                file=sys.stderr,
-            )
-        return 0
+    title = f"{'base' if arguments.base_only else trained.name} on {trained.base.path.name}"
+    if not arguments.teacher:
+        return {"": talk}, title
+    teacher = talk.with_teacher()
+    if arguments.system is not None and trained.config["teacher"].get("reads"):
+        print("the teacher reads what it read in training, without --system", file=sys.stderr)
+    if teacher.lacks:
+        print(f"the teacher reads what you say alone; in training it also read {teacher.lacks}", file=sys.stderr)
+    return {"student": talk, "teacher": teacher}, title
+
+
+def _from_pipe(talks: dict[str, Any], images: list[Any], *, as_json: bool) -> None:
+    """Answer each line of stdin, by all of `talks`."""
+    answers, cut_off = 0, 0
+    for line in sys.stdin:
+        text = line.rstrip("\n")
+        if not as_json:  # which answer is whose; on stderr, so that a file holds answers alone
+            print(f"> {text}", file=sys.stderr, flush=True)
+        told: dict[str, Any] = {"prompt": text}
+        for who, talk in talks.items():
+            talk.forget()
+            said, name = "".join(talk.answer(text, images)), f"{who}_" * (who == "teacher")
+            is_cut = talk.cut_off_after is not None
+            answers, cut_off = answers + 1, cut_off + is_cut
+            told |= {f"{name}answer": said, f"{name}cut_off": is_cut}
+            if not as_json:
+                print(f"{who}: {said}" if who else said, flush=True)
+        if as_json:
+            print(json.dumps(told, ensure_ascii=False), flush=True)
+    if cut_off:
+        longest = next(iter(talks.values())).max_tokens
+        print(
+            f"{cut_off} of {answers} answers were cut off after {longest} tokens, or at the model's last position; "
+            "--max-tokens sets the limit",
+            file=sys.stderr,
+        )
+
+
+def _in_terminal(talks: dict[str, Any], title: str, first_images: list[Any]) -> None:
+    """Ask and answer until the end of the input."""
     import readline  # noqa: F401  (input() gets a history)
 
-    images = list(arguments.image)
-    who = "base" if arguments.base_only else trained.name
-    print(f"{who} on {trained.base.path.name}; {_HELP}")
+    from qlora_rl.errors import QloraRLError
+
+    images = list(first_images)
+    print(f"{title}; {_HELP}")
     while True:
         try:
             text = input("> ")
         except EOFError:
             print()
-            return 0
+            return
         if text.strip() == "/quit":
-            return 0
+            return
         if text.strip() == "/new":
-            for each in talks.values():
-                each.forget()
+            for talk in talks.values():
+                talk.forget()
             continue
         try:
             if text.startswith("/image "):
                 images.append(_image(text.removeprefix("/image ").strip()))
                 continue
-            for who, each in talks.items():
-                print("\n" * (who == "teacher") + f"{who}: " * bool(who), end="", flush=True)
-                for piece in each.answer(text, images):
-                    print(piece, end="", flush=True)
-                if each.cut_off_after is not None:
-                    print(f"\n[cut off {_where(each)}]", end="")
+            _answer(talks, text, images)
             images = []
         except KeyboardInterrupt:
             pass
         except (QloraRLError, argparse.ArgumentTypeError) as error:
             print(error, end="")
         print()
+
+
+def _answer(talks: dict[str, Any], text: str, images: list[Any]) -> None:
+    """Print the answers while they are sampled."""
+    for who, talk in talks.items():
+        print("\n" * (who == "teacher") + f"{who}: " * bool(who), end="", flush=True)
+        for piece in talk.answer(text, images):
+            print(piece, end="", flush=True)
+        if talk.cut_off_after is not None:
+            print(f"\n[cut off {_where(talk)}]", end="")
 
 
 def _where(talk: Any) -> str:

@@ -20,14 +20,16 @@ def add(commands: Any) -> None:
         "--model",
         choices=["tiny", "smollm2"],
         default="tiny",
-        help="smollm2: SmolLM2-135M-Instruct, downloaded, learns to answer in JSON, in some fifteen minutes on two "
-        "cores; of the other options it takes --steps and --out (default: %(default)s)",
+        help="smollm2: SmolLM2-135M-Instruct, downloaded, learns to add, in a few minutes on two cores; of "
+        "the other options it takes --steps and --out (default: %(default)s)",
     )
-    demo.add_argument("--steps", type=COUNT, help="optimizer steps (default: 100; of smollm2 30)")
+    demo.add_argument("--steps", type=COUNT, help="optimizer steps (default: 100; of smollm2 40)")
     demo.add_argument(
         "--seed", type=int, default=0, help="seed of adapter, data order and sampling (default: %(default)s)"
     )
-    demo.add_argument("--out", type=Path, metavar="DIR", help="run directory (default: a new one under runs/)")
+    demo.add_argument(
+        "--out", type=Path, metavar="DIR", help="directory (default: a new one under runs/, or smollm2-demo)"
+    )
     demo.add_argument(
         "--sync",
         choices=["lora_adapter", "weights", "trl-merge"],
@@ -50,11 +52,8 @@ def add(commands: Any) -> None:
     demo.add_argument(
         "--temperature", type=POSITIVE, default=1.0, help="sampling temperature of the rollouts (default: %(default)s)"
     )
-    demo.add_argument(
-        "--against", type=Path, nargs="*", default=[], metavar="RUN", help="finished runs to add to the report's charts"
-    )
     demo.add_argument("--quiet", action="store_true", help="no progress bars")
-    of_tiny = ("seed", "sync", "rollout", "adapter", "temperature", "against", "quiet")
+    of_tiny = ("seed", "sync", "rollout", "adapter", "temperature", "quiet")
     demo.set_defaults(run=run, of_tiny={name: demo.get_default(name) for name in of_tiny})
 
 
@@ -90,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with restored_environment("VLLM_PLUGINS"):  # TorchRL's, where it is installed, brings in all of TorchRL
             os.environ.setdefault("VLLM_PLUGINS", "bitsandbytes")
-            summary = run_demo(settings, opened.path, against=arguments.against, show_progress=not arguments.quiet)
+            summary = run_demo(settings, opened.path, show_progress=not arguments.quiet)
     except KeyboardInterrupt:
         kept = (
             "the run so far and the last adapter are"

@@ -40,7 +40,8 @@ def add(commands: Any) -> None:
         "--reward",
         nargs="+",
         metavar="R",
-        help="exact, numeric, program, or path.py:function; one or more (default: those of the run's file)",
+        help="one or more of exact_match, numeric_match, math_match, program_match and path.py:function (default: "
+        "those of the run's file)",
     )
     evaluate.add_argument(
         "--column", metavar="NAME", help="column with the references, for built-in rewards (default: theirs)"
@@ -87,15 +88,19 @@ def run(arguments: argparse.Namespace) -> int:
     from qlora_rl.engine.loading import loading
 
     with loading("qlora_rl.adapter.initialization", quietly=True):
-        from qlora_rl.inference.evaluation import evaluate, read_rows, save
+        import datasets
+
+        datasets.disable_progress_bars()
+        from qlora_rl.data.load import read_file
+        from qlora_rl.inference.evaluation import evaluate, save
         from qlora_rl.inference.rows import open_images
         from qlora_rl.inference.trained import open_trained
 
-    given = None if arguments.data is None else read_rows(arguments.data, arguments.limit)
+    given = None if arguments.data is None else [*read_file(arguments.data, limit=arguments.limit)]
     trained = open_trained(arguments.trained, base=arguments.base)
     rewards = rewards or [load_reward(each.use, each.arguments) for each in trained.rewards]
     if not rewards:
-        raise UsageError(f"evaluating: {trained.path} has no file with rewards. Name one: --reward numeric.")
+        raise UsageError(f"evaluating: {trained.path} has no file with rewards. Name one: --reward numeric_match.")
     if given is None:
         rows, source = _own_rows(trained, arguments.limit)
     else:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from qlora_rl.commands.codes import COUNT, NOT_NEGATIVE, POSITIVE, existing
+from qlora_rl.commands.codes import COUNT, NOT_NEGATIVE, existing
 
 
 def add(commands: Any) -> None:
@@ -19,23 +19,16 @@ def add(commands: Any) -> None:
     )
     export.add_argument(
         "--to",
-        choices=["adapter", "merged", "merged-original", "gguf", "gguf-adapter"],
+        choices=["adapter", "merged", "merged-original", "gguf"],
         default="merged",
         help="merged: one model, on the dequantised base (default); merged-original: on the weights from before the "
-        "quantisation; gguf-adapter: for llama-server --lora",
+        "quantisation",
     )
     export.add_argument("--out", type=Path, metavar="DIR", help="directory to write (default: export-<to> in RUN)")
     export.add_argument(
-        "--form",
-        choices=["canonical", "original"],
-        default="canonical",
-        help="form of an adapter: scale folded in, one rank; or as PEFT saved it (default: %(default)s)",
-    )
-    export.add_argument(
         "--dtype",
-        choices=["bfloat16", "float16", "float32", "q8_0", "q4_k_m"],
-        help="dtype of merged weights (default: the base's compute dtype); the last two for gguf, q4_k_m through an "
-        "installed llama.cpp",
+        choices=["bfloat16", "float16", "float32", "q8_0"],
+        help="dtype of merged weights (default: the base's compute dtype); the last one for gguf",
     )
     export.add_argument(
         "--original", metavar="MODEL", help="original model, for merged-original (default: the base's source)"
@@ -45,7 +38,7 @@ def add(commands: Any) -> None:
         "--data",
         type=existing,
         metavar="F",
-        help="file of rows with prompts to compare on (default: the run's samples)",
+        help="file of rows with prompts to compare on (default: those of its rollouts)",
     )
     export.add_argument(
         "--prompts", type=COUNT, default=16, metavar="N", help="number of prompts to compare on (default: %(default)s)"
@@ -62,12 +55,6 @@ def add(commands: Any) -> None:
         action="store_false",
         help="do not load it again and compare, which of a large model takes most of the time",
     )
-    export.add_argument(
-        "--shard-gb", type=POSITIVE, default=4.0, metavar="GB", help="size limit of a file (default: %(default)s)"
-    )
-    export.add_argument(
-        "--on", type=existing, metavar="F.gguf", help="with gguf-adapter: another base, on which it is measured as well"
-    )
     export.add_argument("--json", action="store_true", help="print JSON")
     export.set_defaults(run=run)
 
@@ -79,12 +66,14 @@ def run(arguments: argparse.Namespace) -> int:
     from qlora_rl.engine.loading import loading
 
     with loading("qlora_rl.adapter.initialization", quietly=True):
+        import datasets
+
+        datasets.disable_progress_bars()
         from qlora_rl.export.job import export_run
     done = export_run(
         arguments.trained,
         arguments.to,
         out=arguments.out,
-        form=arguments.form,
         dtype=arguments.dtype,
         original=arguments.original,
         base=arguments.base,
@@ -92,8 +81,6 @@ def run(arguments: argparse.Namespace) -> int:
         prompts=arguments.prompts,
         max_kl=arguments.max_kl,
         check=arguments.check,
-        shard_gb=arguments.shard_gb,
-        on=arguments.on,
     )
     if arguments.json:
         found = {
@@ -102,15 +89,15 @@ def run(arguments: argparse.Namespace) -> int:
             **(done.distance.as_dict() if done.distance is not None else {}),
             "prompts": done.prompts,
         }
-        found["elsewhere"] = {name: each.as_dict() for name, each in done.elsewhere.items()}
+        found["llama_cpp"] = None if done.llama_cpp is None else done.llama_cpp.as_dict()
         print(json.dumps(found | {"load": done.load}, indent=1))
         return 0
     told = "not checked" if done.distance is None else f"{done.distance} (prompts: {done.prompts})"
     print(f"{done.path}: written; {told}")
     if done.accepted is not None:
         print(f"  as close as 16-bit rounding allows; a mean KL up to {done.accepted:.1e} per token was accepted")
-    for name, each in done.elsewhere.items():
-        print(f"  {name}: {each}")
+    if done.llama_cpp is not None:
+        print(f"  in llama.cpp: {done.llama_cpp}")
     for name, line in done.load.items():
         print(f"  {name}: {line}")
     return 0

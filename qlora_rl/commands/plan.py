@@ -47,13 +47,6 @@ def add(commands: Any) -> None:
         "a server (default: the base itself)",
     )
     plan.add_argument(
-        "--teacher-more",
-        type=COUNT,
-        default=0,
-        metavar="N",
-        help="tokens that it reads besides what the student reads, such as an answer (default: %(default)s)",
-    )
-    plan.add_argument(
         "--max-length",
         type=COUNT,
         default=2048,
@@ -207,23 +200,15 @@ def _estimate(arguments: argparse.Namespace) -> MemoryEstimate:
             f"planning the memory: {', '.join(said)} with --method {arguments.method}, which makes no engine. Leave it "
             "out."
         )
-    taught_by = {"teacher_more": arguments.teacher_more}
-    if (who := arguments.teacher) is not None or arguments.teacher_more:
+    taught_by: dict[str, Any] = {}
+    if (who := arguments.teacher) is not None:
         if arguments.method not in TAUGHT:
             raise UsageError(
-                f"planning the memory: {'--teacher-more' if who is None else '--teacher'} with --method "
-                f"{arguments.method}, which has no teacher. Pass --method distill."
+                f"planning the memory: --teacher with --method {arguments.method}, which has no teacher. Pass "
+                "--method distill."
             )
-        if who is not None and "://" in who:
-            if arguments.teacher_more:
-                raise UsageError(
-                    "planning the memory: --teacher-more with a server as --teacher, which reads in memory of its own. "
-                    "Leave it out."
-                )
-            taught_by = teacher_fields(top_k=_TOP_K)
-        elif who is not None:
-            place = "adapter" if is_adapter(who) else "model"
-            taught_by |= teacher_fields(**{place: who}, trust_remote_code=arguments.trust_remote_code)
+        place = {"top_k": _TOP_K} if "://" in who else {"adapter" if is_adapter(who) else "model": who}
+        taught_by = teacher_fields(**place, trust_remote_code=arguments.trust_remote_code)
     return plan_memory(
         config,
         **taught_by,

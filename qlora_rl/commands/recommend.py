@@ -118,6 +118,8 @@ def run(arguments: argparse.Namespace) -> int:
             print(text, end="")
         else:
             _write(arguments.out, text, asks_base=METHODS[arguments.task].scores)
+            if advice.pace is not None and advice.fits:
+                print(f"  {advice.pace.whole(arguments.max_steps)}")
     else:
         print(json.dumps(advice.as_dict(), indent=1, default=str) if arguments.json else advice)
     return 0 if advice.fits else DOES_NOT_FIT

@@ -39,8 +39,9 @@ def run(arguments: argparse.Namespace) -> int:
                 "directory, such as runs/demo-..."
             )
     first, *others = arguments.runs
-    print(write_report(first, others, is_live=arguments.live), flush=True)
+    page = write_report(first, others, is_live=arguments.live)
     try:
+        print(page, flush=True)
         while arguments.live and read_run(first).status == "running":
             time.sleep(RENEWED_S)
             write_report(first, others, is_live=True)

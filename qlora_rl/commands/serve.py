@@ -35,7 +35,7 @@ def add(commands: Any) -> None:
     )
     serve.add_argument("--api-key-file", type=Path, metavar="F", help="file with the API key; created if missing")
     serve.add_argument(
-        "--adapter-dir", type=Path, metavar="D", help="the only directory from which adapters are loaded"
+        "--adapter-dir", type=Path, metavar="D", help="directory in which what is pushed is written (default: on tmpfs)"
     )
     serve.add_argument(
         "--max-lora-rank",
@@ -63,8 +63,7 @@ def add(commands: Any) -> None:
     serve.add_argument(
         "--base-compute",
         choices=get_args(ComputeWish),
-        help="what linears multiply with on the CPU: the codes (default), or vLLM's own way; on a GPU only 'auto' "
-        "changes anything",
+        help="what linears multiply with on the CPU: the codes (default), or vLLM's own way",
     )
     serve.add_argument(
         "--tensor-parallel-size",

@@ -58,6 +58,14 @@ def add(commands: Any) -> None:
         help="optimizer steps from one saved state of a model to the next (default: 1)",
     )
     tinker.add_argument(
+        "--client-timeout",
+        type=POSITIVE,
+        default=120.0,
+        dest="client_timeout_s",
+        metavar="S",
+        help="without a sign of life, until a client's adapters leave memory (default: 120)",
+    )
+    tinker.add_argument(
         "--max-body-mib", type=POSITIVE, default=64.0, metavar="MIB", help="largest request (default: 64)"
     )
     tinker.add_argument("--ready-file", type=Path, metavar="F", help="written, as JSON, when the server is ready")

@@ -37,7 +37,12 @@ def add(commands: Any) -> None:
         "--check", action="store_true", help="check the file without loading anything, and print it in full"
     )
     train.add_argument(
-        "--example", choices=METHODS, metavar="METHOD", help=f"print a file to start from: {', '.join(METHODS)}"
+        "--example",
+        nargs="?",
+        const="",
+        choices=[*METHODS, ""],
+        metavar="METHOD",
+        help=f"print a file to start from: {', '.join(METHODS)}",
     )
     train.add_argument("--print-schema", action="store_true", help="print every field: type, default, meaning")
     train.set_defaults(run=run)
@@ -45,8 +50,10 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check, then train; an interrupted run says what it left."""
+    if arguments.example == "":
+        raise UsageError(f"printing an example: --example takes one of {', '.join(METHODS)}.")
     if arguments.example or arguments.print_schema:
-        from qlora_rl.config.describe import example, markdown
+        from qlora_rl.config.text import example, markdown
 
         print(example(arguments.example) if arguments.example else markdown(), end="")
         return 0

@@ -22,11 +22,10 @@ def add(commands: Any) -> None:
     where.add_argument(
         "--server",
         metavar="URL",
-        help="ask a running server: of `qlora-rl serve`, with --api-key-file, or a vLLM that loads our worker "
-        "extension",
+        help="ask a running server of `qlora-rl serve`",
     )
     verify.add_argument(
-        "--api-key-file", type=Path, metavar="F", help="the key of a server started by `qlora-rl serve`"
+        "--api-key-file", type=Path, metavar="F", help="the server's key; by default the environment's QLORA_RL_API_KEY"
     )
     verify.add_argument("--as-loaded", action="store_true", help="do not repair rounded scales first")
     verify.add_argument("--json", action="store_true", help="print JSON")
@@ -111,15 +110,10 @@ def _prepare_for_vllm() -> None:
 def _holder(arguments: argparse.Namespace, base: Any) -> Iterator[Any]:
     """What is asked: a server, or an engine that is started for the question."""
     if arguments.server:
-        if arguments.api_key_file is not None:
-            from qlora_rl.engine.client import connect
+        from qlora_rl.engine.fleet import connect
 
-            with connect(arguments.server, api_key_file=arguments.api_key_file, wait_s=0) as engine:
-                yield engine
-            return
-        from qlora_rl.engine.client import ServerProbe
-
-        yield ServerProbe(arguments.server)
+        with connect(arguments.server, api_key_file=arguments.api_key_file, wait_s=0) as engine:
+            yield engine
         return
     from transformers import AutoConfig
 

@@ -11,7 +11,7 @@ from qlora_rl.config.schema import TABLES, Adapter, RunConfig, Table, applies, o
 from qlora_rl.data.files import is_file, known_columns
 from qlora_rl.data.known import check_subset
 from qlora_rl.data.load import column_problems, columns_after, teacher_problems
-from qlora_rl.engine.started import STARTED, is_url
+from qlora_rl.engine.started import STARTED, is_here, is_url
 from qlora_rl.methods import AHEAD, METHODS, TAUGHT, select
 
 _ENGINE = ("base_compute", "max_num_seqs", "kv_cache_gib", "enforce_eager", "enable_prefix_caching", "vllm")
@@ -169,9 +169,15 @@ _RULES = (
     _Rule(
         "rollout",
         ("share_base",),
-        lambda c: c.rollout.where != "colocate" and c.rollout.share_base is True,
+        lambda c: not is_here(c.rollout.where) and c.rollout.share_base is True,
         "with where = {c.rollout.where!r} another process holds the engine's base, and nothing can be shared. "
         "Remove it",
+    ),
+    _Rule(
+        "sync",
+        ("dir",),
+        lambda c: not is_here(c.rollout.where) and c.sync.dir is not None,
+        "with where = {c.rollout.where!r} adapters are sent, and written into no directory of yours. Remove it",
     ),
     _Rule(
         "train",

@@ -19,14 +19,15 @@ from qlora_rl.config.paths import all_uses, split_reward
 from qlora_rl.config.read import resolved_toml
 from qlora_rl.config.rewards import digest, load_reward, tell_program_tests
 from qlora_rl.config.schema import TEACHERS, RunConfig
+from qlora_rl.config.text import value
 from qlora_rl.config.trl_fields import make_args
-from qlora_rl.config.write import value
 from qlora_rl.contracts import IMAGES
 from qlora_rl.data.calibration import calibration_rows
 from qlora_rl.data.files import is_file, known_columns
 from qlora_rl.data.load import TEMPLATE_COLUMN, columns_after, load_data
 from qlora_rl.data.rows import TEACHER_COLUMN
 from qlora_rl.distributed import join, ranks
+from qlora_rl.engine.started import is_here
 from qlora_rl.errors import AdapterRejectedError, ConfigConflictError, NotYetSupportedError, collected
 from qlora_rl.methods import METHODS
 from qlora_rl.stages import begin
@@ -60,7 +61,7 @@ def launch(config: RunConfig, begun: Callable[[Path], None] = lambda directory: 
         RewardFunctionError: a reward cannot be called with what TRL gives it.
         AdapterRejectedError: the adapter to start from is damaged, or was trained on another base.
         MemoryBudgetError: it cannot fit into [run] gpu_memory.
-        NotYetSupportedError: this version has no trainer for the method, or does not train such models.
+        NotYetSupportedError: this version does not train such models.
     """
     from qlora_rl.train.metrics.rewards import check_signature
     from qlora_rl.train.setup.kto import mixed_completions
@@ -290,19 +291,8 @@ def _datasets(config: RunConfig) -> list[str]:
 
 
 def find_trainer(method: str) -> type:
-    """The trainer of a method.
-
-    Raises:
-        NotYetSupportedError: this version has none.
-    """
-    name = METHODS[method].trainer
-    found = getattr(qlora_rl, name, None)
-    if found is None:
-        there = ", ".join(each for each, known in METHODS.items() if known.trainer in qlora_rl.__all__)
-        raise NotYetSupportedError(
-            f"choosing the trainer: method = '{method}': this version has no {name}. It has {there}."
-        )
-    return found
+    """The trainer of a method."""
+    return getattr(qlora_rl, METHODS[method].trainer)
 
 
 def trl_config(config: RunConfig) -> Any:
@@ -380,7 +370,7 @@ def trainer_arguments(config: RunConfig) -> dict[str, Any]:
         return found
     rollout, sync = config.rollout, config.sync
     engine = {name: value for name, value in rollout.changed().items() if name not in _NO_ENGINE}
-    if rollout.where == "colocate" and config.train.get("vllm_enable_sleep_mode") is False:
+    if is_here(rollout.where) and config.train.get("vllm_enable_sleep_mode") is False:
         engine["enable_sleep"] = (
             False  # the config alone does not tell it from its default, which leaves it to the plan
         )
@@ -427,7 +417,7 @@ def _digests(config: RunConfig) -> list[str]:
 
 def _new_lora(config: RunConfig) -> Any:
     """The adapter to make; `None` where there is one already, or none is trained."""
-    from qlora_rl.adapter.factory import make_lora
+    from qlora_rl.adapter.load import make_lora
 
     adapter = config.adapter
     if adapter.kind != "lora" or adapter.start_from is not None:
@@ -500,8 +490,8 @@ def _of_method(config: RunConfig) -> dict[str, Any]:
 
 def _model(config: RunConfig, args: Any) -> tuple[Any, Any]:
     """What the trainer takes as model= and peft_config=."""
-    from qlora_rl.adapter.factory import open_adapter
     from qlora_rl.adapter.initialization import apply_start
+    from qlora_rl.adapter.load import open_adapter
     from qlora_rl.adapter.verdict import judge_adapter
     from qlora_rl.base.checkpoint import load_base
     from qlora_rl.train.setup.memory_budget import budget_of

@@ -17,7 +17,8 @@ from qlora_rl.config.directories import are_several, check_directory, own_direct
 from qlora_rl.config.findings import Finding, nearest, show
 from qlora_rl.config.paths import anchored
 from qlora_rl.config.schema import TABLES, TRAIN, RunConfig, Table, applies, options
-from qlora_rl.config.write import to_toml
+from qlora_rl.config.text import to_toml
+from qlora_rl.data.files import DATA_FILES
 from qlora_rl.engine.started import ENGINES, STARTED
 from qlora_rl.errors import ConfigConflictError, MissingDependencyError, collected
 from qlora_rl.memory.cards import card_size
@@ -80,6 +81,11 @@ def _document(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], lis
             f"reading {path}: {error.strerror}. `--example METHOD` prints a file to start from."
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        if path.suffix in DATA_FILES:
+            raise ConfigConflictError(
+                f"reading {path}: these are data, and a run's file is wanted. `qlora-rl recommend MODEL --data {path} "
+                "--out run.toml` writes one."
+            ) from error
         raise ConfigConflictError(f"reading {path}: it is not valid TOML: {error}.") from error
     found = []
     for override in overrides:

@@ -12,7 +12,7 @@ from typing import Any
 from qlora_rl.config.findings import nearest, not_among, show
 from qlora_rl.config.paths import split_reward
 from qlora_rl.config.schema import Reward
-from qlora_rl.rewards.load import BUILT_IN, OF_REWARDS, built_in
+from qlora_rl.rewards.load import BUILT_IN, OF_REWARDS, built_in, parameters_of
 from qlora_rl.rewards.load import load_reward as find_reward
 from qlora_rl.rewards.programs import program_match, tell_modes
 
@@ -38,13 +38,7 @@ def check_use(use: str) -> list[str]:
 def check_arguments(use: str, arguments: Mapping[str, Any]) -> list[str]:
     """Arguments that the function does not take, and arguments of ours that it cannot do without."""
     path, function = split_reward(use)
-    if path:
-        takes = _parameters_of_file(path)[function]
-        required: list[str] = []
-    else:
-        parameters = inspect.signature(built_in(function)).parameters.values()
-        takes = {p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)} - set(OF_REWARDS)
-        required = [p.name for p in parameters if p.name in takes and p.default is p.empty and p.kind == p.KEYWORD_ONLY]
+    takes, required = (_parameters_of_file(path)[function], []) if path else parameters_of(built_in(function))
     found = []
     if takes is not None:
         found += [
@@ -79,7 +73,7 @@ def tell_program_tests(rewards: Iterable[Reward], rows: Any) -> None:
     """
     for each in rewards:
         column = column_of(each.use, each.arguments)
-        if built_in(each.use) is program_match and column in rows.column_names and not each.arguments.get("sandbox"):
+        if built_in(each.use) is program_match and column in rows.column_names:
             tell_modes(rows[column], column)
 
 

@@ -275,7 +275,7 @@ class Rollout(Table):
         example=1,
     )
     base_compute: ComputeWish = option(
-        'how the engine multiplies with the base; on a GPU only "auto" makes a difference',
+        "how the engine multiplies with the base on a CPU: by its 4-bit codes, or vLLM's own way",
         "nf4",
         methods=SAMPLING,
     )
@@ -316,7 +316,7 @@ class Sync(Table):
         methods=SAMPLING,
     )
     dir: str | None = option(
-        "directory in which adapter versions are written for the engine; by default on tmpfs",
+        "directory of adapter versions that an engine of this process must load; by default on tmpfs",
         None,
         kind="path",
         methods=SAMPLING,

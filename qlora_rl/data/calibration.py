@@ -26,8 +26,7 @@ def calibration_rows(file: str) -> list[Any]:
     if not os.path.isfile(file):
         raise ConfigConflictError(f"{doing}: there is no file {file}. Pass text, or a {', '.join(DATA_FILES)} file.")
     if Path(file).suffix in DATA_FILES:
-        rows = read_file(file, doing, "calibrate")
-        return [_spoken(row) for row in rows.select(range(min(len(rows), _MOST)))]
+        return [_spoken(row) for row in read_file(file, doing, "calibrate", _MOST)]
     try:
         return [Path(file).read_text(encoding="utf-8")]
     except UnicodeDecodeError as error:

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 DATA_FILES = (".jsonl", ".json", ".csv", ".parquet")
+# What is no dataset of the hub either.
+_OTHER_FILES = (".tsv", ".txt", ".xlsx", ".xls", ".ods", ".arrow", ".feather", ".gz", ".zip", ".yaml", ".yml")
 READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 # What datasets call the question and its answer, where they do not say prompt and completion.
 PROMPTS = ("question", "problem", "instruction", "query", "input")
@@ -23,7 +25,7 @@ _LONGEST_CELL = 2**31 - 1
 
 def is_file(text: str) -> bool:
     """A dataset on disk, not one on the hub."""
-    return text.endswith(DATA_FILES) or looks_like_path(text)
+    return text.endswith((*DATA_FILES, *_OTHER_FILES)) or looks_like_path(text)
 
 
 def looks_like_path(text: str) -> bool:
@@ -87,6 +89,10 @@ def csv_columns(file: str, rows: int | None = None) -> tuple[list[str], int]:
             reader = csv.reader(handle)
             filled_lines = filter(None, reader)
             columns = [name or f"Unnamed: {place}" for place, name in enumerate(next(filled_lines, []))]
+            if len(columns) == 1 and (other := [each for each in (";", "\t", "|") if each in columns[0]]):
+                raise UnreadableError(
+                    f"{file} has one column, {columns[0]!r}: its cells end with {other[0]!r}. Save it with commas"
+                )
             if twice := [name for name in dict.fromkeys(columns) if columns.count(name) > 1]:
                 raise UnreadableError(f"{file} has two columns {twice[0]}. Rename one of them")
             number = 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -84,28 +86,36 @@ def read_rows(data: Data) -> Any:
     return _load(data.train, data.split, "[data] train", data.subset, data.revision)
 
 
-def read_file(file: str, doing: str, place: str = "--data") -> Any:
+def read_file(
+    file: str | os.PathLike[str], doing: str = "reading the rows", place: str = "--data", limit: int | None = None
+) -> Any:
     """The rows of a local file as [data] reads it: columns, names and rows, with images as they are stored.
 
     Args:
         file: its path.
         doing: begins the message of an error.
         place: the option that names the file.
+        limit: rows; by default all.
 
     Raises:
         ConfigConflictError: it cannot be read; says why.
     """
+    if wrong := check_files([os.fspath(file)]):
+        raise collected(doing, wrong, ConfigConflictError)
+    found = _as_stored(_load(os.fspath(file), "train", place))
+    return found.select(range(min(len(found), limit or len(found))))
+
+
+def _as_stored(dataset: Any) -> Any:
+    """With images that are not decoded."""
     from datasets import Image, List
 
-    if wrong := check_files([file]):
-        raise collected(doing, wrong, ConfigConflictError)
-    found = _load(file, "train", place)
-    for name, kind in found.features.items():
+    for name, kind in dataset.features.items():
         if isinstance(kind, Image):
-            found = found.cast_column(name, Image(decode=False))
+            dataset = dataset.cast_column(name, Image(decode=False))
         elif isinstance(getattr(kind, "feature", None), Image):
-            found = found.cast_column(name, List(Image(decode=False)))
-    return found
+            dataset = dataset.cast_column(name, List(Image(decode=False)))
+    return dataset
 
 
 def columns_after(data: Data, there: Sequence[str]) -> list[str]:
@@ -165,6 +175,8 @@ def _load(
             options = _as_text(names) if names[0].endswith(".csv") else {}
             with _without_log():  # it logs what it raises
                 found = load_dataset(READERS[Path(names[0]).suffix], data_files=names, split="train", **options)
+            if READERS[Path(names[0]).suffix] == "json" and "Value('timestamp" in repr(found.features):
+                found = _as_written(names)
         else:
             hub_reachable()
             found = load_dataset(names[0], subset, split=split, revision=revision)
@@ -216,6 +228,21 @@ def _as_text(files: Sequence[str]) -> dict[str, Any]:
             )
     features = Features({name: Value("string") for name in columns[0]})
     return {"features": features, "keep_default_na": False, "na_filter": False, "encoding": "utf-8-sig"}
+
+
+def _as_written(files: Sequence[str]) -> Any:
+    """Rows of JSON in which a text is text, also one like 2024-05-01, which pyarrow takes for a time."""
+    from datasets import Dataset
+
+    rows: list[dict[str, Any]] = []
+    for file in files:
+        text = Path(file).read_text(encoding="utf-8-sig")
+        if text.lstrip().startswith("["):
+            rows += json.loads(text)
+        else:
+            rows += [json.loads(line) for line in text.split("\n") if line.strip()]
+    names = dict.fromkeys(name for row in rows for name in row)
+    return Dataset.from_list([{name: row.get(name) for name in names} for row in rows])
 
 
 def _with_messages(dataset: Any) -> Any:
@@ -314,23 +341,22 @@ def _images_of(dataset: Any, data: Data, files: str | list[str]) -> Any:
                 f"[data] columns = {{ {texts[0]}_text = '{texts[0]}' }}"
             )
         return None
-    held = dataset.select_columns([name])
-    kind = held.features[name]
-    if isinstance(kind, Image):
-        held = held.cast_column(name, Image(decode=False))
-    elif isinstance(getattr(kind, "feature", None), Image):
-        held = held.cast_column(name, List(Image(decode=False)))
+    held = _as_stored(dataset.select_columns([name]))
     first = files if isinstance(files, str) else files[0]
     root = Path(first).resolve().parent if is_file(first) else None
     return held.map(
-        lambda row, number: {name: _checked_images(row[name], root, number)},
+        lambda row, number: {name: checked_images(row[name], root, number)},
         with_indices=True,
         features=Features({name: List(Image())}),
     )
 
 
-def _checked_images(value: Any, root: Path | None, number: int) -> list[dict[str, Any]]:
-    """Of one row, as datasets stores them."""
+def checked_images(value: Any, root: Path | None, number: int) -> list[dict[str, Any]]:
+    """Of one row, as datasets stores them.
+
+    Raises:
+        ConfigConflictError: one cannot be read; names the row.
+    """
     found: list[dict[str, Any]] = []
     for each in [] if value is None else value if isinstance(value, list) else [value]:
         try:

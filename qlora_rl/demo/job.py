@@ -84,7 +84,6 @@ def run_demo(
     settings: DemoSettings,
     out: str | os.PathLike[str],
     *,
-    against: Sequence[str | os.PathLike[str]] = (),
     say: Callable[[str], None] = print,
     show_progress: bool = True,
 ) -> dict[str, Any]:
@@ -93,7 +92,6 @@ def run_demo(
     Args:
         settings: of the run.
         out: run directory; must not hold another run.
-        against: finished runs to add to the report's charts.
         say: gets each line for people.
         show_progress: a live bar on stderr.
 
@@ -131,7 +129,7 @@ def run_demo(
             from qlora_rl.train.run.progress import Progress
 
             trainer.add_callback(Progress("     training"))
-        return _train(trainer, settings, run, against, say, before, started=started, prepared=prepared)
+        return _train(trainer, settings, run, say, before, started=started, prepared=prepared)
     finally:
         trainer.close()
 
@@ -140,7 +138,6 @@ def _train(
     trainer: Any,
     settings: DemoSettings,
     run: RunDirectory,
-    against: Sequence[str | os.PathLike[str]],
     say: Callable[[str], None],
     before: Sequence[str],
     *,
@@ -174,12 +171,12 @@ def _train(
     finally:
         with _second_to(summary["status"]):
             summary |= summarise_steps(_read_steps(run))
-            summary |= {"accuracy_before": _accuracy(before, held_out), "eval_problems": len(held_out)}
+            summary["accuracy_before"] = _accuracy(before, held_out)
             if summary["status"] == "finished":
                 say("4/4  the same sums again")
                 after = _answers(trainer, held_out, settings)
                 summary["accuracy_after"] = _accuracy(after, held_out)
-                run.write_json("samples.json", _samples(held_out, before, after))
+                run.write_json("eval.json", _evaluation(held_out, before, after))
             if settings.sync == "trl-merge":  # TRL's trainer does not do it by itself
                 run.save_adapter(trainer.model)
             summary |= {
@@ -189,7 +186,9 @@ def _train(
                 "settings": dataclasses.asdict(settings),
             }
             run.write_json(SUMMARY, summary)
-            _write_report(run.path, against, say)
+            from qlora_rl.report import write_report
+
+            say(f"     report: {write_report(run.path)}")
     return summary
 
 
@@ -417,28 +416,31 @@ def _accuracy(answers: Sequence[str], asked: Sequence[task.Problem]) -> float:
     return sum(answer.strip() == problem.answer for answer, problem in zip(answers, asked, strict=True)) / len(asked)
 
 
-def _samples(asked: Sequence[task.Problem], before: Sequence[str], after: Sequence[str]) -> list[dict[str, Any]]:
-    """Every twelfth problem with both answers."""
-    rows = list(zip(asked, before, after, strict=True))[::12]
-    return [
-        {
-            "prompt": problem.prompt,
-            "answer": problem.answer,
-            "before": old,
-            "after": new,
-            "before_right": old.strip() == problem.answer,
-            "after_right": new.strip() == problem.answer,
-        }
-        for problem, old, new in rows
-    ]
+def _evaluation(asked: Sequence[task.Problem], before: Sequence[str], after: Sequence[str]) -> dict[str, Any]:
+    """As `qlora-rl eval` leaves it, for the report; every twelfth problem with both answers."""
+    from qlora_rl.inference.evaluation import compare
+
+    known = [problem.answer for problem in asked]
+    was, now = (task.reward_exact_match(list(answers), known) for answers in (before, after))
+    rows = zip(asked, before, after, was, now, strict=True)
+    return {
+        "rewards": {"exact_match": dataclasses.asdict(compare(was, now, 1))},
+        "prompts": len(asked),
+        "sampling": {"temperature": 0.0},
+        "rows": [
+            {
+                "prompt": problem.prompt,
+                "answer": problem.answer,
+                "before": old,
+                "after": new,
+                "before_rewards": {"exact_match": first},
+                "after_rewards": {"exact_match": last},
+            }
+            for problem, old, new, first, last in list(rows)[::12]
+        ],
+    }
 
 
 def _read_steps(run: RunDirectory) -> list[dict[str, Any]]:
     file = run.path / METRICS
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-
-def _write_report(run: Path, against: Sequence[str | os.PathLike[str]], say: Callable[[str], None]) -> None:
-    from qlora_rl.report import write_report
-
-    say(f"     report: {write_report(run, [Path(a) for a in against])}")

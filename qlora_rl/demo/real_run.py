@@ -1,4 +1,4 @@
-"""`run_real`: a real model learns to answer in JSON, by the commands with which one trains one's own.
+"""`run_real`: a real model learns to add, by the commands with which one trains one's own.
 
 The files of the run (`real_project/`, and the sums) are written into a directory, to be looked at and changed.
 """
@@ -63,7 +63,7 @@ def run_real(directory: Path, steps: int | None = None, say: Callable[[str], Non
     """
     _check_free(directory)  # before anything is downloaded
     write_project(directory, real_model().resolve())
-    run = directory / "runs" / "json"
+    run = directory / "runs" / "sums"
     options = ["--set", f"run.dir={run.resolve()}", *([] if steps is None else ["--set", f"train.max_steps={steps}"])]
     for words in (
         ["eval", str(directory / "run.toml")],

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qlora_rl.cpu_features import keep_few_kernels, processor
+from qlora_rl.cpu_features import processor
 from qlora_rl.cpu_matmul import Float32Products
 from qlora_rl.demo.task import LONGEST_ANSWER, Problem, problems
 
@@ -213,7 +213,6 @@ def _pretrain_into(target: Path, recipe: Recipe, progress: Progress | None) -> N
     import torch
 
     tokenizer = make_tokenizer()
-    keep_few_kernels()  # the demo goes on to train in this process, and its trainer would come too late
     # Muon multiplies in bf16 whatever the model is.
     with torch.random.fork_rng(devices=[]), Float32Products(torch.bfloat16):
         torch.manual_seed(recipe.seed)

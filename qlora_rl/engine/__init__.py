@@ -5,8 +5,8 @@ Only this package imports vLLM. Its subpackages, each of which imports only thos
     linears/   how a 4-bit linear and an adapter are multiplied, on CPU and GPU
     worker/    what runs inside vLLM's processes
     local/     LocalEngine: vLLM in this process
-    fleet/     Fleet, RayFleet: several engines as one
-    client/    ServerEngine: a server as an engine; HTTP only
+    client/    EngineClient, ServerEngine: an engine in another process; HTTP only
+    fleet/     Fleet, RayFleet, connect: several of them as one
     server/    serve, start_server: vLLM's OpenAI server on a base
 
 The modules next to them are used by several and import none of them.

@@ -1,13 +1,13 @@
-"""`Outgoing`: full weights on their way out of the trainer, in parts; while one is sent the next one is made. No vLLM
+"""`send_all`: full weights on their way out of the trainer, in parts; while one is sent the next one is made. No vLLM
 here."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
 
 import torch
 
@@ -21,123 +21,115 @@ _UNCHANGED = (AdapterRejectedError, EngineBrokenError, ServerTakenError)
 
 
 class Part:
-    """Some weights as a safetensors file.
+    """Some weights, which are sent together as a safetensors file. From any thread.
 
     Args:
-        pieces: of its bytes, in their order.
+        weights: by transformers' name; on the CPU and contiguous.
     """
 
-    def __init__(self, pieces: Sequence[memoryview]):
-        self.pieces = pieces
+    def __init__(self, weights: Sequence[tuple[str, torch.Tensor]] = ()):
+        self.weights = weights
+        self._copying = threading.Lock()
+        self._blob: bytes | None = None
+
+    @classmethod
+    def of(cls, blob: bytes) -> Part:
+        """One whose file was kept."""
+        part = cls()
+        part.pieces = [memoryview(blob)]
+        return part
+
+    @functools.cached_property
+    def pieces(self) -> list[memoryview]:
+        """Of the file's bytes, in their order."""
+        return encode_part(self.weights)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the file."""
+        return sum(piece.nbytes for piece in self.pieces)
 
     @functools.cached_property
     def digest(self) -> str:
-        """sha256 of its bytes."""
+        """sha256 of the file."""
         found = hashlib.sha256()
         for piece in self.pieces:
             found.update(piece)
         return found.hexdigest()
 
-    @functools.cached_property
+    @property
     def blob(self) -> bytes:
-        """Its bytes, as a copy."""
-        return b"".join(self.pieces)
+        """The file's bytes, as a copy: one object for all threads that ask."""
+        with self._copying:  # a cached property has no lock from Python 3.12 on
+            if self._blob is None:
+                self._blob = b"".join(self.pieces)
+            return self._blob
 
 
-class DensePush(Protocol):
-    """Full weights on their way to one engine; every part is checked there, and nothing is loaded before `commit`.
-
-    Attributes:
-        nbytes: of all weights that the engine wants.
-    """
-
-    nbytes: int
-
-    def send(self, part: Part) -> None:
-        """The next part."""
-        ...
-
-    def commit(self) -> None:
-        """All parts were sent: serve them."""
-        ...
-
-    def abandon(self) -> None:
-        """Throw away what was sent."""
-        ...
+def grouped(weights: Iterable[tuple[str, torch.Tensor]], nbytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Neighbours together until they have so many bytes; a larger one closes its group."""
+    group: list[tuple[str, torch.Tensor]] = []
+    size = 0
+    for name, weight in weights:
+        group.append((name, weight))
+        size += _nbytes(weight)
+        del weight
+        if size >= nbytes:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
 
 
-class Outgoing:
-    """Weights of one version.
+def send_all(
+    weights: Iterable[tuple[str, torch.Tensor]],
+    version: int,
+    send: Callable[[Part], None],
+    abandon: Callable[[], None],
+) -> int:
+    """Make all weights, and `send` them from a thread of its own; two parts exist at once, no more.
 
     Args:
-        version: for messages.
+        weights: by transformers' name; read once.
+        version: of them, for messages.
+        send: one part, in their order.
+        abandon: called after an error; raises nothing.
 
-    Attributes:
-        count, nbytes: of the weights that were made.
+    Returns:
+        Bytes.
+
+    Raises:
+        SyncError: they could not be made, or did not arrive.
     """
+    count = nbytes = 0
 
-    def __init__(self, version: int):
-        self.version = version
-        self.count = self.nbytes = 0
+    def made() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal count, nbytes
+        for name, weight in weights:
+            count, nbytes = count + 1, nbytes + _nbytes(weight)
+            yield name, weight.detach().cpu().contiguous()
+            del weight  # or two would be held while the next one is made
 
-    def send(
-        self,
-        weights: Iterable[tuple[str, torch.Tensor]],
-        send: Callable[[Part], None],
-        abandon: Callable[[], None],
-        part_bytes: int | None = None,
-    ) -> None:
-        """Make all weights, and `send` them as files from a thread of its own; two parts exist at once, no more.
-
-        Args:
-            weights: by transformers' name; read once.
-            send: one part, in their order.
-            abandon: called after an error; raises nothing.
-            part_bytes: `PART_BYTES` by default.
-
-        Raises:
-            SyncError: they could not be made, or did not arrive.
-        """
-        on_cpu = ((name, weight.detach().cpu().contiguous()) for name, weight in weights)
-        self.stream(on_cpu, lambda part: send(Part(encode_part(part))), abandon, part_bytes)
-
-    def stream(
-        self,
-        weights: Iterable[tuple[str, torch.Tensor]],
-        send: Callable[[Sequence[tuple[str, torch.Tensor]]], None],
-        abandon: Callable[[], None],
-        part_bytes: int | None = None,
-    ) -> None:
-        """`send`, whose parts are the weights themselves, on the device where they were made."""
-        part_bytes = part_bytes or PART_BYTES
-        try:
-            with ThreadPoolExecutor(1, "qlora-rl-upload") as sender:
-                sent: Future[None] | None = None
-                waiting: list[tuple[str, torch.Tensor]] = []
-                size = 0
-                for name, weight in weights:
-                    waiting.append((name, weight.detach()))
-                    del weight
-                    self.count, size = self.count + 1, size + _nbytes(waiting[-1][1])
-                    if size >= part_bytes:
-                        if sent is not None:
-                            sent.result()
-                        sent = sender.submit(send, waiting)
-                        waiting, self.nbytes, size = [], self.nbytes + size, 0
+    try:
+        with ThreadPoolExecutor(1, "qlora-rl-upload") as sender:
+            sent: Future[None] | None = None
+            for part in grouped(made(), PART_BYTES):
                 if sent is not None:
                     sent.result()
-                if waiting:
-                    send(waiting)
-                self.nbytes += size
-        except BaseException as error:
-            abandon()
-            if not isinstance(error, Exception) or isinstance(error, _UNCHANGED):
-                raise
-            raise SyncError(
-                f"pushing weights version={self.version}: {error} (after {self.count} tensors). What served goes on "
-                "serving. Push again.",
-                reasons=getattr(error, "reasons", ()),
-            ) from error
+                sent = sender.submit(send, Part(part))
+                del part
+            if sent is not None:
+                sent.result()
+    except BaseException as error:
+        abandon()
+        if not isinstance(error, Exception) or isinstance(error, _UNCHANGED):
+            raise
+        raise SyncError(
+            f"pushing weights version={version}: {error} (after {count} tensors). What served goes on serving. Push "
+            "again.",
+            reasons=getattr(error, "reasons", ()),
+        ) from error
+    return nbytes
 
 
 def _nbytes(weight: torch.Tensor) -> int:

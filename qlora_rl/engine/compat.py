@@ -1,7 +1,7 @@
 """vLLM's moved and version-dependent names, and private ones, each with its reason and the condition of its removal.
 
-Versions: vLLM 0.26 to 0.32; scripts/test_stack.py runs a selection of the tests on them, and docs/engine.md has what
-came of it. Nothing here runs at import.
+Versions: vLLM 0.26 to 0.32; scripts/test_stack.py runs a selection of the tests on them, and benchmarks/details.md has
+what came of it. Nothing here runs at import.
 """
 
 from __future__ import annotations
@@ -271,6 +271,12 @@ def _devices_from(first: int, count: int) -> Iterator[None]:
             if first + count <= len(visible):
                 os.environ[name] = ",".join(visible[first : first + count])
         yield
+
+
+def adapter_manager(runner: Any) -> Any:
+    """What holds the adapters of a model runner, in its worker; `None` where it takes none. Its names are vLLM's own:
+    one that a release has renamed raises AttributeError."""
+    return None if runner.lora_config is None else runner.lora_manager._adapter_manager
 
 
 def unreached_modules(llm: LLM, adapter_id: int) -> list[str]:

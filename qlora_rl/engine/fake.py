@@ -11,19 +11,26 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 
 from qlora_rl.base.experts import has_linear_experts
 from qlora_rl.base.fingerprint import digest_bytes, fingerprint_base
-from qlora_rl.contracts import AdapterSlots, BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec, module_of
+from qlora_rl.contracts import (
+    AdapterSlots,
+    BaseFingerprint,
+    ClosedAtEnd,
+    EngineCapabilities,
+    Rollout,
+    SamplingSpec,
+    module_of,
+)
 from qlora_rl.engine.sampling import as_ids, several
 from qlora_rl.errors import EngineBrokenError, EngineClosedError, NotYetSupportedError, PromptTooLongError, SyncError
 
 
-class FakeEngine:
+class FakeEngine(ClosedAtEnd):
     """Serves a transformers model.
 
     Args:
@@ -256,11 +263,3 @@ class FakeEngine:
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._is_closed = [], True
-
-    def __enter__(self) -> FakeEngine:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -177,7 +177,7 @@ def _as_trainer(image: Any) -> Any:
 def _as_png(image: Any) -> bytes:
     """Its pixels as the trainer's processor takes them, unchanged."""
     if not hasattr(image, "convert"):
-        raise ConfigConflictError(f"generating: an image is {type(image).__name__}, and a server takes PIL images.")
+        raise ConfigConflictError(f"generating: an image is {type(image).__name__}, and no PIL image.")
     out = io.BytesIO()
     _as_trainer(image).save(out, "PNG", compress_level=1)
     return out.getvalue()

@@ -136,7 +136,6 @@ def start_options(
     model_impl: str = "auto",
     trust_remote_code: bool = False,
     seed: int = 0,
-    base_compute: str = "nf4",
     **vllm_options: Any,
 ) -> StartOptions:
     """The arguments, as `LocalEngine` documents them.
@@ -182,7 +181,7 @@ def start_options(
         # Remove when it does not.
         arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(_STEP_TOKENS, length)}
     arguments |= _slots(rank, max_loras, base) if rank else {}
-    arguments |= _worker(config, prepared, is_cpu=is_cpu, both_ways=both_ways, base_compute=base_compute)
+    arguments |= _worker(config, is_cpu=is_cpu, both_ways=both_ways)
     if prepared.spec.quantize_experts and not is_cpu:
         arguments["enforce_eager"] = _without_graphs(enforce_eager)
     if ranks > 1:
@@ -288,7 +287,7 @@ def _opened(
     return prepared, config
 
 
-def _worker(config: Any, prepared: PreparedBase, *, is_cpu: bool, both_ways: bool, base_compute: str) -> dict[str, Any]:
+def _worker(config: Any, *, is_cpu: bool, both_ways: bool) -> dict[str, Any]:
     """Which of our workers vLLM has to start, if any, and what belongs to it."""
     workers = "qlora_rl.engine.worker.workers"
     if is_mixture(config):
@@ -298,10 +297,6 @@ def _worker(config: Any, prepared: PreparedBase, *, is_cpu: bool, both_ways: boo
     if both_ways and is_cpu:
         worker = "qlora_rl.engine.worker.bidirectional_attention.Worker"
         return {"worker_cls": worker, "disable_chunked_mm_input": True}
-    if base_compute == "auto" and prepared.spec.is_4bit and not is_cpu:
-        # Part of the key of vLLM's cache of compiled code: a graph with other linears must not be taken from there.
-        key = {"qlora_rl": {"base_compute": base_compute}}
-        return {"worker_cls": f"{workers}.MeasuringWorker", "additional_config": key}
     return {"worker_cls": f"{workers}.FusedWorker"} if config.model_type in ONE_GATE_UP else {}
 
 

@@ -53,6 +53,13 @@ def as_ids(rows: Sequence[Sequence[int]]) -> list[list[int]]:
     return [[int(token) for token in row] for row in rows]
 
 
+def spec_of(sampling: SamplingSpec | None, fields: Mapping[str, Any]) -> SamplingSpec:
+    """What a call of `generate` was given: either of both."""
+    if sampling is not None and fields:
+        raise TypeError("generate: give either sampling= or its fields by name, not both.")
+    return sampling or SamplingSpec(**fields)
+
+
 def parse_spec(fields: Mapping[str, Any]) -> SamplingSpec:
     """How to sample, as somebody has sent it; `as_received` looks at the types.
 

@@ -3,6 +3,7 @@ here."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -11,9 +12,9 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, Protocol, TypeVar
+from typing import Any, BinaryIO
 
 import torch
 
@@ -29,14 +30,19 @@ STAGES = "qlora-rl-weights-*"
 
 
 class Stage:
-    """One version's weights, as safetensors files in two directories of mode 700: one into which a client on this host
-    may write, and one that only the server knows.
+    """One version's weights on their way into an engine: nothing is loaded before all are there, checked.
+
+    They are safetensors files in a directory of mode 700, into which a client of the same user on this host may write.
 
     Args:
-        root: under which both are made.
+        root: under which it is made.
         expected: the weights that must come, by transformers' name.
         version: that they will have.
         session: of the client that may send them.
+
+    Attributes:
+        token: the push's name.
+        nbytes: of all weights that must come.
 
     Raises:
         SyncError: `root` has no room for them.
@@ -46,6 +52,7 @@ class Stage:
         self.version, self.session, self.token = version, session, secrets.token_hex(16)
         self.expected = expected
         self.nbytes = sum(math.prod(leaf.shape) * getattr(torch, leaf.kind).itemsize for leaf in expected.values())
+        self._taken: list[str] = []  # the digest of each part
         self.received = 0
         self._limit = self.nbytes + _HEADER_BYTES * len(expected) + _PART_HEADER_BYTES
         sweep(root, STAGES)
@@ -55,25 +62,18 @@ class Stage:
         if free < self._limit:
             raise SyncError(
                 f"taking weights version={version}: {self._limit / 2**20:.0f} MiB are needed and {free / 2**20:.0f} "
-                f"MiB are free at {root}. Free some, or start the server with an --adapter-dir that has room for the "
-                "whole model."
+                f"MiB are free at {root}. Free some; a server takes another directory, with room for the whole "
+                "model, by --adapter-dir."
             )
-        self.incoming, self._taken = (
-            root / f"qlora-rl-weights-{self.token}",
-            root / f"qlora-rl-weights-{secrets.token_hex(16)}",
-        )
-        self._locks: list[int] = []
-        for directory in (self.incoming, self._taken):
-            directory.mkdir(mode=0o700)
-            self._locks.append(hold(directory))
-        self._digests: list[str] = []
-        self._marks: list[tuple[int, ...]] = []
+        self.incoming = root / f"qlora-rl-weights-{self.token}"
+        self.incoming.mkdir(mode=0o700)
+        self._locks = [hold(self.incoming)]
         self._names: set[str] = set()
 
     @property
     def parts(self) -> list[Path]:
         """The files that were taken, in their order."""
-        return [self._taken / part_name(i) for i in range(len(self._digests))]
+        return [self.incoming / part_name(i) for i in range(len(self._taken))]
 
     def write(self, index: int, offset: int, piece: bytes) -> None:
         """Put a piece of a part's bytes where it belongs; the same piece may come again.
@@ -82,12 +82,9 @@ class Stage:
             SyncError: it is no continuation of what is there, or too much.
         """
         file = self.incoming / part_name(index)
-        if index < len(self._digests):
+        if index < len(self._taken):
             return
-        if index != len(self._digests):
-            raise SyncError(
-                f"taking weights: a piece of part={index} came, part={len(self._digests)} is due. Push again."
-            )
+        self._reject_other(index)
         handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             size = os.fstat(handle).st_size
@@ -106,8 +103,7 @@ class Stage:
             os.close(handle)
 
     def take(self, index: int, digest: str) -> bool:
-        """Check a part that is complete, and put it where the client cannot reach it; the same part may be announced
-        again.
+        """Check a part that is complete; the same part may be announced again.
 
         Returns:
             It had not been taken before.
@@ -115,20 +111,17 @@ class Stage:
         Raises:
             SyncError: it is not what was sent, or does not fit the model.
         """
-        if index < len(self._digests) and self._digests[index] == digest:
+        if index < len(self._taken) and self._taken[index] == digest:
             return False
-        if index != len(self._digests):
-            raise SyncError(f"taking weights: part={index} came, part={len(self._digests)} is due. Push again.")
-        file = self._taken / part_name(index)
+        self._reject_other(index)
+        file = self.incoming / part_name(index)
         try:
             came = sum(entry.lstat().st_size for entry in self.incoming.iterdir())
-            if self.received + came > self._limit:
+            if came > self._limit:
                 raise SyncError(
-                    f"taking weights: {self.received + came} bytes came, more than the {self.nbytes} of the model. "
-                    "Push to the right server."
+                    f"taking weights: {came} bytes came, more than the {self.nbytes} of the model. Push to the right "
+                    "engine."
                 )
-            os.rename(self.incoming / part_name(index), file)
-            mark = _mark(file)
             found, size = _digest(file)
         except OSError as error:
             raise SyncError(f"taking weights: part={index} is not there ({error.strerror}). Push again.") from error
@@ -140,16 +133,12 @@ class Stage:
         self.received += size
         names = _check(file, self.expected, self._names)
         self._names |= names
-        self._digests.append(digest)
-        self._marks.append(mark)
+        self._taken.append(digest)
         return True
 
     def require_all(self) -> None:
-        """Raise `SyncError` where a weight of the model is missing, or a part has changed since it was checked."""
-        if any(_mark(part) != mark for part, mark in zip(self.parts, self._marks, strict=True)):
-            raise SyncError("taking weights: a part was changed after it had been checked. Push again.")
-        missing = sorted(self.expected.keys() - self._names)
-        if missing:
+        """Raise `SyncError` where a weight of the model is missing."""
+        if missing := sorted(self.expected.keys() - self._names):
             raise SyncError(
                 f"taking weights version={self.version}: no value came for {len(missing)} of {len(self.expected)} "
                 f"weights of the engine, first {missing[0]}. The stream broke off, or the model is another one; push "
@@ -159,10 +148,13 @@ class Stage:
 
     def discard(self) -> None:
         """Remove everything; harmless when repeated."""
-        for directory in (self.incoming, self._taken):
-            shutil.rmtree(directory, ignore_errors=True)
+        shutil.rmtree(self.incoming, ignore_errors=True)
         while self._locks:
             os.close(self._locks.pop())
+
+    def _reject_other(self, index: int) -> None:
+        if index != len(self._taken):
+            raise SyncError(f"taking weights: part={index} came, part={len(self._taken)} is due. Push again.")
 
 
 def part_name(index: int) -> str:
@@ -201,25 +193,13 @@ def encode_part(weights: Sequence[tuple[str, torch.Tensor]]) -> list[memoryview]
 _DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
-def _mark(file: Path) -> tuple[int, ...]:
-    """Changes when a file that only we should have is written to."""
-    about = os.lstat(file)
-    if about.st_nlink != 1:
-        raise SyncError("taking weights: a part has another name as well. Push again.")
-    return about.st_ino, about.st_size, about.st_mtime_ns
-
-
-def open_regular(file: str | os.PathLike[str], *, below: int | None = None) -> BinaryIO:
+def open_regular(file: str | os.PathLike[str]) -> BinaryIO:
     """A file to read, where others may write: no link is followed, and no pipe is waited for.
-
-    Args:
-        file: its path.
-        below: descriptor of the directory that a relative path begins in.
 
     Raises:
         OSError: it cannot be opened, or is no regular file.
     """
-    handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=below)
+    handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):  # `fdopen` of a directory raises, and leaves it open
             raise OSError(errno.EINVAL, "it is no regular file")
@@ -248,22 +228,7 @@ def _check(file: Path, expected: Mapping[str, Leaf], seen: set[str]) -> set[str]
     names: set[str] = set()
     try:
         for name, weight in read_parts([file]):
-            leaf = expected.get(name)
-            if leaf is None:
-                raise SyncError(
-                    f"taking weights: the engine has no weight {name}: another model? Push to its own server."
-                )
-            kind = str(weight.dtype).removeprefix("torch.")
-            if tuple(weight.shape) != leaf.shape or kind != leaf.kind:
-                raise SyncError(
-                    f"taking weights: {name} has shape={tuple(weight.shape)}, dtype={kind}; the engine's is "
-                    f"{leaf.shape}, {leaf.kind}: another model? Push to its own server."
-                )
-            if name in seen or name in names:
-                raise SyncError(f"taking weights: {name} came twice. Push again.")
-            # NaN comes out as smallest and largest; a twentieth of what a sum costs in 16 bits.
-            if weight.numel() and not bool(torch.isfinite(torch.stack(weight.aminmax())).all()):
-                raise SyncError(f"taking weights: {name} holds NaN or infinity. Lower the learning rate.")
+            check_weight(name, weight, expected, seen | names)
             names.add(name)
     except SyncError:
         raise
@@ -272,33 +237,57 @@ def _check(file: Path, expected: Mapping[str, Leaf], seen: set[str]) -> set[str]
     return names
 
 
-class Open(Protocol):
-    """A push that is open.
+def check_weight(name: str, weight: torch.Tensor, expected: Mapping[str, Leaf], seen: Collection[str]) -> None:
+    """Raise `SyncError` where a weight is none of the model's, holds NaN, or has been `seen`."""
+    leaf, kind = expected.get(name), str(weight.dtype).removeprefix("torch.")
+    if leaf is None:
+        raise SyncError(f"taking weights: the engine has no weight {name}: another model? Push to its own engine.")
+    if tuple(weight.shape) != leaf.shape or kind != leaf.kind:
+        raise SyncError(
+            f"taking weights: {name} has shape={tuple(weight.shape)}, dtype={kind}; the engine's is {leaf.shape}, "
+            f"{leaf.kind}: another model? Push to its own engine."
+        )
+    if name in seen:
+        raise SyncError(f"taking weights: {name} came twice. Push again.")
+    # NaN comes out as smallest and largest; a twentieth of what a sum costs in 16 bits.
+    if weight.numel() and not bool(torch.isfinite(torch.stack(weight.aminmax())).all()):
+        raise SyncError(f"taking weights: {name} holds NaN or infinity. Lower the learning rate.")
+
+
+class OpenPush:
+    """The push that is open, if there is one.
 
     Attributes:
-        token: its name.
-        session: of the client that began it.
+        staging: of it.
     """
 
-    token: str
-    session: str
+    def __init__(self) -> None:
+        self.staging: Any = None
 
+    @contextlib.contextmanager
+    def own(self, token: str, session: str) -> Iterator[Any]:
+        """Its staging, where this is the push, and the trainer that has begun it; thrown away at an error.
 
-_Open = TypeVar("_Open", bound=Open)
+        Raises:
+            SyncError: it is another one, or none is open.
+            ConfigConflictError: the token is none.
+        """
+        if not token:
+            raise ConfigConflictError("taking weights: the query names no push. Begin with POST /weights.")
+        staging: Stage | None = self.staging
+        is_same = staging is not None and secrets.compare_digest(staging.token.encode(), token.encode(errors="replace"))
+        if not is_same or staging.session != session:
+            raise SyncError(
+                "taking weights: this push is not open: another one was begun, or the engine was restarted. Push again."
+            )
+        try:
+            yield staging
+        except BaseException:
+            self.discard()
+            raise
 
-
-def reject_foreign(stage: _Open | None, token: str, session: str) -> _Open:
-    """The stage, if this is the push that it was made for, by the trainer that made it.
-
-    Raises:
-        SyncError: it is another one, or none is open.
-        ConfigConflictError: the token is none.
-    """
-    if not token:
-        raise ConfigConflictError("taking weights: the query names no push. Begin with POST /weights.")
-    is_same = stage is not None and secrets.compare_digest(stage.token.encode(), token.encode(errors="replace"))
-    if stage is None or not is_same or stage.session != session:
-        raise SyncError(
-            "taking weights: this push is not open: another one was begun, or the server was restarted. Push again."
-        )
-    return stage
+    def discard(self) -> None:
+        """Throw it away; harmless when repeated."""
+        staging, self.staging = self.staging, None
+        if staging is not None:
+            staging.discard()

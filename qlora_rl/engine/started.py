@@ -52,6 +52,11 @@ ENGINES: Mapping[str, StartedEngine] = MappingProxyType(
 STARTED = tuple(ENGINES)
 
 
+def is_here(rollout: Any) -> bool:
+    """It is a word for an engine that runs in the trainer's process."""
+    return isinstance(rollout, str) and rollout in ENGINES and ENGINES[rollout].is_here
+
+
 def is_url(rollout: Any) -> bool:
     """It names a server that runs already."""
     return isinstance(rollout, str) and rollout.startswith(("http://", "https://"))

@@ -26,13 +26,11 @@ class Card:
     trained: TrainedRun
     kind: str
     dtype: str
-    form: str
     distance: Distance | None
     prompts: str
     load: dict[str, str]
     original: str | None
-    elsewhere: dict[str, Distance]
-    far: str | None
+    llama_cpp: Distance | None
 
 
 def write_card(card: Card, directory: Path) -> None:
@@ -42,11 +40,9 @@ def write_card(card: Card, directory: Path) -> None:
         "run": card.trained.name,
         "to": card.kind,
         "dtype": None if card.kind == "adapter" else card.dtype,
-        "form": card.form if card.kind == "adapter" else None,
         "base_identity": card.trained.base.identity,
         "distance": None if card.distance is None else card.distance.as_dict(),
-        "elsewhere": {name: found.as_dict() for name, found in card.elsewhere.items()} or None,
-        "warning": card.far,
+        "llama_cpp": None if card.llama_cpp is None else card.llama_cpp.as_dict(),
         "prompts": card.prompts,
         "versions": describe_versions(),
     }
@@ -77,7 +73,6 @@ def _text(card: Card, run: Run) -> str:
         + _where_base_is(card),
         "## Is it the policy that was trained?",
         *_distance(card),
-        *_elsewhere(card),
         "## The run",
         _table(["", ""], _run_rows(card, run)),
     ]
@@ -99,7 +94,6 @@ _TITLES = {
     "merged": "merged model",
     "merged-original": "adapter merged into the original weights",
     "gguf": "merged model, GGUF",
-    "gguf-adapter": "adapter, GGUF",
 }
 
 
@@ -108,46 +102,24 @@ def _distance(card: Card) -> list[str]:
         return [
             "It was not checked (`--no-check`): nobody has loaded these files again and compared them with the policy."
         ]
+    measured = {"transformers": card.distance, "llama.cpp": card.llama_cpp}
+    rows = [
+        (name, f"{found.kl_mean:.2e}", f"{found.kl_max:.2e}", f"{found.agreement:.2%}")
+        for name, found in measured.items()
+        if found is not None
+    ]
+    unasked = " llama.cpp was not installed, so what it computes was not measured."
     return [
         "These files were loaded again before they got their name, and compared with the policy on "
         f"{card.distance.tokens} tokens that the "
-        f"policy sampled itself (prompts: {card.prompts}).",
-        _table(
-            ["", ""],
-            [
-                ("KL(policy ‖ export), mean, nats per token", f"{card.distance.kl_mean:.2e}"),
-                ("worst token", f"{card.distance.kl_max:.2e}"),
-                ("same likeliest token", f"{card.distance.agreement:.2%}"),
-            ],
-        ),
+        f"policy sampled itself (prompts: {card.prompts}), in nats per token."
+        + (unasked if card.kind == "gguf" and card.llama_cpp is None else ""),
+        _table(["computed by", "mean KL(policy ‖ export)", "worst token", "same likeliest token"], rows),
     ]
-
-
-def _elsewhere(card: Card) -> list[str]:
-    """What llama.cpp itself computes, where it was asked; otherwise that it was not."""
-    if not card.kind.startswith("gguf") or card.distance is None:
-        return []
-    if not card.elsewhere:
-        return [
-            "Measured by transformers' reader. llama.cpp itself was not installed, so what it computes was not "
-            "measured."
-        ]
-    rows = [
-        (name, f"{found.kl_mean:.2e}", f"{found.kl_max:.2e}", f"{found.agreement:.2%}")
-        for name, found in card.elsewhere.items()
-    ]
-    own = (
-        "The trained policy is the adapter on the first of these bases; on another base it is another function."
-        if len(rows) > 1
-        else ""
-    )
-    mark = f"**Warning: {card.far}**" if card.far else ""
-    found = _table(["computed by", "mean KL", "worst token", "same likeliest token"], rows)
-    return [*([mark] if mark else []), found, *([own] if own else [])]
 
 
 def _front_matter(card: Card) -> str:
-    library = "gguf" if card.kind.startswith("gguf") else "transformers"
+    library = "gguf" if card.kind == "gguf" else "transformers"
     lines = [f"library_name: {'peft' if card.kind == 'adapter' else library}"]
     if _is_hub_name(card.trained.source):
         lines.append(f"base_model: {card.trained.source}")
@@ -159,16 +131,11 @@ def _what(card: Card) -> str:
     label = card.trained.base.spec.label
     if card.kind == "adapter":
         form = (
-            "In canonical form: its scale is folded into B, all ranks are equal, `lora_alpha` is `r`."
-            if card.form == "canonical"
-            else "As PEFT has saved it."
+            " In canonical form: its scale is folded into B, all ranks are equal, `lora_alpha` is `r`."
+            if "vllm" in card.load
+            else " As PEFT has saved it: it is more than LoRA."
         )
-        return f"The LoRA adapter alone, to be served on the {label} base that it was trained on. {form}"
-    if card.kind == "gguf-adapter":
-        return (
-            "The LoRA adapter alone, for llama.cpp's `--lora`, its scale folded into B. It was trained on the "
-            f"{label} base; on another one it is another function."
-        )
+        return f"The LoRA adapter alone, to be served on the {label} base that it was trained on.{form}"
     if card.kind == "merged-original":
         return (
             f"The adapter, added to the weights from before the quantisation. It was trained on the {label} base, so "
@@ -226,7 +193,7 @@ def _run_rows(card: Card, run: Run) -> list[tuple[str, str]]:
     if tokens:
         rows.append(("sampled tokens", plain(tokens)))
     for label, key in (
-        ("right before", "accuracy_before"), ("right after", "accuracy_after"), ("problems", "eval_problems"),
+        ("evaluated before", "eval_before"), ("evaluated after", "eval_after"), ("on prompts", "eval_prompts"),
         ("reward at first", "reward_first"), ("reward at last", "reward_last"),
         ("loss at first", "loss_first"), ("loss at last", "loss_last"),
         ("mismatch KL, median", "mismatch_kl_median"), ("mismatch KL, worst step", "mismatch_kl_max"),

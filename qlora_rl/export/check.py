@@ -17,10 +17,10 @@ from transformers import GenerationConfig
 
 from qlora_rl.adapter.inspected import bare_model
 from qlora_rl.config.schema import Data
+from qlora_rl.data.load import read_file
 from qlora_rl.engine.images import token_ids
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.image_io import without_images
-from qlora_rl.inference.evaluation import read_rows
 from qlora_rl.inference.prompts import encode
 from qlora_rl.inference.rows import as_trained
 from qlora_rl.inference.sampling import end_tokens, precision
@@ -29,8 +29,6 @@ from qlora_rl.sync.forward import NotComparedError, completion_logits, in_float3
 from qlora_rl.train.run import ROLLOUTS
 
 logger = logging.getLogger(__name__)
-
-SAMPLES = "samples.json"
 
 
 @dataclass(frozen=True)
@@ -107,11 +105,6 @@ class Witness:
         return sum(len(logprobs_NV) for logprobs_NV in self._logprobs_NV)
 
     @property
-    def vocabulary(self) -> int:
-        """V."""
-        return self._logprobs_NV[0].shape[1]
-
-    @property
     def longest(self) -> int:
         """Tokens of the longest sequence."""
         return max(len(ids) for ids, _ in self._cases)
@@ -149,7 +142,7 @@ def choose_prompts(
     """Prompts to verify an export with, as token ids, and where they are from.
 
     Args:
-        run: its samples.json has held-out prompts, in some runs; its rollouts.json two prompts of the training.
+        run: its rollouts.json has two prompts of the training.
         tokenizer: of the base.
         vocabulary: size of it, for prompts of random tokens where there are no others.
         data: file that [data] reads, with a column "prompt" (text or messages), or with the columns of the run; it
@@ -161,15 +154,13 @@ def choose_prompts(
     """
     found, where = [], ""
     if data is not None:
-        held = read_rows(data)
+        held = [*read_file(data, "choosing prompts")]
         found, where = _prompts_of(as_trained(held, rows)), data.name
         if not found:
             named = "" if rows is None else ", nor those out of which the run made its prompts"
             raise ConfigConflictError(
                 f'choosing prompts: {data} has no column "prompt"{named}; there are {", ".join(held[0])}. Rename one.'
             )
-    elif (run / SAMPLES).is_file():
-        found, where = _prompts_of(json.loads((run / SAMPLES).read_text())), "held-out samples of the run"
     elif (run / ROLLOUTS).is_file():
         # Two prompts, sampled many times: each sample has its own seed.
         kept = json.loads((run / ROLLOUTS).read_text())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,6 @@ import torch
 
 from qlora_rl.adapter.merged_weights import iter_weights
 from qlora_rl.base.checkpoint import PreparedBase
-from qlora_rl.base.fingerprint import recorded_fingerprint
-from qlora_rl.contracts import AdapterBundle, lora_name, module_of
 from qlora_rl.documents import read_object
 from qlora_rl.errors import ExportError, MissingDependencyError, NotYetSupportedError, collected
 from qlora_rl.export.vocabulary import CONTROL, NORMAL, SPLITS, UNUSED, USER_DEFINED, check_vocabulary
@@ -27,10 +25,6 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _OUT = (
     "Export it merged, and convert that: qlora-rl export RUN --to merged --out DIR; python convert_hf_to_gguf.py "
     "DIR (of llama.cpp)."
-)
-_OUT_OF_ADAPTERS = (
-    "Serve it with vLLM, on the base it was trained on: qlora-rl export RUN --to adapter. Or convert "
-    "the merged model: --to merged."
 )
 _DOING = "writing GGUF"
 # llama.cpp's name of a way to split, by what tokenizer.json says of it.
@@ -55,12 +49,11 @@ def require_gguf() -> Any:
     return gguf
 
 
-def check_gguf(base: str | os.PathLike[str], *, is_adapter: bool = False) -> None:
+def check_gguf(base: str | os.PathLike[str]) -> None:
     """Raise where no file can be written that would be right.
 
     Args:
         base: directory with config.json and tokenizer.json.
-        is_adapter: the adapter alone is to be written, so that the way out is another one.
 
     Raises:
         NotYetSupportedError: another architecture or tokenizer; names every reason, and the way out.
@@ -88,8 +81,7 @@ def check_gguf(base: str | os.PathLike[str], *, is_adapter: bool = False) -> Non
     except _Unknown as unknown:
         reasons.append(str(unknown))
     if reasons:
-        out = _OUT_OF_ADAPTERS if is_adapter else _OUT
-        raise collected(_DOING, [f"{reason}. {out}" for reason in reasons], NotYetSupportedError)
+        raise collected(_DOING, [f"{reason}. {_OUT}" for reason in reasons], NotYetSupportedError)
 
 
 def write_gguf(
@@ -113,8 +105,11 @@ def write_gguf(
         name: of the model, in the file.
         ends: tokens that end a completion; besides the tokenizer's EOS a file has a place for two.
     """
+    from transformers import AutoConfig
+
     gguf = require_gguf()
-    config, architecture = _architecture(gguf, base)
+    config = AutoConfig.from_pretrained(base.path)
+    architecture = gguf.MODEL_ARCH[config.model_type.upper()]
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[architecture], use_temp_file=True)
     for end, add in zip(_further(tokenizer, ends), (writer.add_eot_token_id, writer.add_eom_token_id), strict=False):
         add(end)
@@ -136,90 +131,27 @@ def write_gguf(
             writer.add_tensor(theirs, values.astype("float16"))
         else:
             writer.add_tensor(theirs, gguf.quants.quantize(values, kind), raw_dtype=kind)
-    _finish(writer)
-
-
-def write_gguf_adapter(
-    tensors: Mapping[str, torch.Tensor], base: PreparedBase, file: Path, dtype: str, *, name: str
-) -> None:
-    """Write a LoRA adapter for llama.cpp's `--lora`.
-
-    Args:
-        tensors: A [R, I] and B [O, R] by canonical name, the scale folded in.
-        base: that it was trained on.
-        file: to write.
-        dtype: of the matrices: "bfloat16", "float16", "float32".
-        name: of the adapter, in the file.
-    """
-    gguf = require_gguf()
-    config, architecture = _architecture(gguf, base)
-    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
-    writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[architecture], use_temp_file=True)
-    writer.add_type("adapter")
-    writer.add_string("adapter.type", "lora")
-    writer.add_name(name)
-    (rank,) = {tensor.shape[0] for key, tensor in tensors.items() if ".lora_A." in key}
-    writer.add_float32("adapter.lora.alpha", float(rank))
-    kind = gguf.GGMLQuantizationType[_TENSOR_TYPES[dtype]]
-    for key, tensor in tensors.items():
-        own, part = module_of(key), key.removesuffix(".weight")[-1]
-        theirs = names.get_name(f"{own}.weight", try_suffixes=(".weight",))
-        if theirs is None:
-            raise NotYetSupportedError(f"{_DOING}: GGUF has no name for {own}. {_OUT_OF_ADAPTERS}", module=own)
-        if part == "B" and config.model_type == "llama" and own.endswith(("q_proj", "k_proj")):
-            heads = config.num_attention_heads if own.endswith("q_proj") else config.num_key_value_heads
-            tensor = _interleaved(tensor, heads)
-        values = tensor.float().cpu().contiguous().numpy()
-        held = values if dtype == "float32" else gguf.quants.quantize(values, kind)
-        writer.add_tensor(f"{theirs}.lora_{part.lower()}", held, raw_dtype=kind)
-    _finish(writer)
-
-
-def read_gguf_adapter(file: Path, base: PreparedBase) -> AdapterBundle:
-    """Inverse of `write_gguf_adapter`: the adapter that such a file holds, in canonical form."""
-    gguf = require_gguf()
-    config, architecture = _architecture(gguf, base)
-    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
-    own_names = {
-        names.get_name(f"{name}.weight", try_suffixes=(".weight",)): name
-        for name in (leaf.removesuffix(".weight") for leaf in recorded_fingerprint(base.path).leaves)
-    }
-    reader, tensors = gguf.GGUFReader(file), {}
-    alpha = float(reader.fields["adapter.lora.alpha"].contents())
-    for held in reader.tensors:
-        theirs, part = held.name.rsplit(".lora_", 1)
-        own = own_names[theirs]
-        tensor = torch.from_numpy(gguf.quants.dequantize(held.data, held.tensor_type).copy())
-        if part == "b" and config.model_type == "llama" and own.endswith(("q_proj", "k_proj")):
-            heads = config.num_attention_heads if own.endswith("q_proj") else config.num_key_value_heads
-            tensor = _halves(tensor, heads)
-        tensors[lora_name(own, part.upper())] = tensor
-    rank = next(tensor.shape[0] for key, tensor in tensors.items() if ".lora_A." in key)
-    modules = sorted({key.split(".lora_")[0].rsplit(".", 1)[1] for key in tensors})
-    return AdapterBundle(
-        tensors,
-        {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": alpha, "target_modules": modules},
-    )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def _further(tokenizer: Any, ends: Sequence[int]) -> list[int]:
     return [end for end in ends if end != tokenizer.eos_token_id]
 
 
-def write_modelfile(
-    directory: Path, tokenizer: Any, *, model: str, adapter: str = "", ends: Sequence[int] = ()
-) -> None:
-    """Write a Modelfile for `ollama create`: the files, what ends an answer, and the chat template where it is one that
+def write_modelfile(directory: Path, tokenizer: Any, *, model: str, ends: Sequence[int] = ()) -> None:
+    """Write a Modelfile for `ollama create`: the file, what ends an answer, and the chat template where it is one that
     is known here.
 
     Args:
         directory: of the GGUF file.
         tokenizer: whose chat template it is.
         model: after FROM.
-        adapter: after ADAPTER, if there is one.
         ends: tokens that end a completion.
     """
-    lines = [f"FROM {model}", *([f"ADAPTER {adapter}"] if adapter else [])]
+    lines = [f"FROM {model}"]
     template, stops = _ollama_template(tokenizer)
     if template:
         lines.append(f'TEMPLATE """{template}"""')
@@ -256,22 +188,6 @@ def _ollama_template(tokenizer: Any) -> tuple[str, list[str]]:
         "{{ range .Messages }}<|im_start|>{{ .Role }}\n{{ .Content }}<|im_end|>\n{{ end }}<|im_start|>assistant\n"
     )
     return template, ["<|im_end|>"]
-
-
-def _architecture(gguf: Any, base: PreparedBase) -> tuple[Any, Any]:
-    """transformers' config of a base, and gguf's name of its architecture."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(base.path)
-    known = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3": gguf.MODEL_ARCH.QWEN3}
-    return config, known[config.model_type]
-
-
-def _finish(writer: Any) -> None:
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def verify_gguf(file: Path, tokenizer: Any, texts: Sequence[str]) -> int:
@@ -320,12 +236,6 @@ def _interleaved(weight_OI: torch.Tensor, heads: int) -> torch.Tensor:
     head."""
     size = weight_OI.shape[0] // heads
     return weight_OI.reshape(heads, 2, size // 2, -1).transpose(1, 2).reshape(weight_OI.shape)
-
-
-def _halves(weight_OI: torch.Tensor, heads: int) -> torch.Tensor:
-    """Inverse of `_interleaved`."""
-    size = weight_OI.shape[0] // heads
-    return weight_OI.reshape(heads, size // 2, 2, -1).transpose(1, 2).reshape(weight_OI.shape)
 
 
 def _add_config(writer: Any, gguf: Any, config: Any, dtype: str, name: str) -> None:

@@ -10,7 +10,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -28,23 +28,23 @@ from qlora_rl.base.writer import write_ends, write_weights
 from qlora_rl.contracts import rank_class
 from qlora_rl.engine.cleanup import trim_memory
 from qlora_rl.errors import AdapterRejectedError, ConfigConflictError, ExportError
-from qlora_rl.export import llama_cpp
 from qlora_rl.export.card import Card, write_card
 from qlora_rl.export.check import Distance, Witness, choose_prompts
-from qlora_rl.export.elsewhere import in_llama_cpp, on_base, too_far
+from qlora_rl.export.llama_cpp import in_llama_cpp
 from qlora_rl.inference.trained import TrainedRun, load_plain, open_trained
 from qlora_rl.locks import flush
 from qlora_rl.stages import begin, ended, remark
 
-KINDS = ("adapter", "merged", "merged-original", "gguf", "gguf-adapter")
-FORMS = ("canonical", "original")
-DTYPES = ("bfloat16", "float16", "float32", "q8_0", "q4_k_m")
+KINDS = ("adapter", "merged", "merged-original", "gguf")
+DTYPES = ("bfloat16", "float16", "float32", "q8_0")
 # Largest mean KL (nats per token) of an export that claims to be the policy. Two 16-bit computations of one function
 # differ by rounding, about twice as much as either of them from float32; merged weights are rounded once more. Nothing
 # above `LARGEST` is rounding. Two of float32 differ by next to nothing.
 LIMIT, LIMIT_FLOAT32, ROUNDINGS, LARGEST = 1e-3, 1e-9, 4.0, 0.05
+# Of a file of weights.
+SHARD_BYTES = 4 * 10**9
 # Of weights that are quantised again.
-LIMITS = {"q8_0": 1e-2, "q4_k_m": 0.5}
+LIMITS = {"q8_0": 1e-2}
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,7 @@ class Export:
         distance: from the trained policy, of what was loaded again from `path`; `None` where that was not checked.
         prompts: where the prompts of that comparison are from.
         load: one line each that load it, by name of the library.
-        elsewhere: distances of what llama.cpp computes, by what it was loaded on; empty where it is not installed, and
-            of other kinds.
+        llama_cpp: distance of what llama.cpp computes of a GGUF file; `None` where it is not installed.
         accepted: largest mean KL that was accepted, where the policy's own 16-bit rounding has raised it; otherwise
             `None`.
     """
@@ -68,7 +67,7 @@ class Export:
     distance: Distance | None
     prompts: str
     load: dict[str, str]
-    elsewhere: dict[str, Distance] = field(default_factory=dict)
+    llama_cpp: Distance | None = None
     accepted: float | None = None
 
 
@@ -78,7 +77,6 @@ def export_run(
     to: str = "merged",
     *,
     out: str | os.PathLike[str] | None = None,
-    form: str = "canonical",
     dtype: str | None = None,
     original: str | os.PathLike[str] | None = None,
     base: str | os.PathLike[str] | None = None,
@@ -86,8 +84,6 @@ def export_run(
     prompts: int = 16,
     max_kl: float | None = None,
     check: bool = True,
-    shard_gb: float = 4.0,
-    on: str | os.PathLike[str] | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Export:
     """Export what a run has trained; the result is loaded again, and its distance from the policy stands in its
@@ -97,13 +93,9 @@ def export_run(
         run: directory of a run, or a checkpoint in it.
         to: "adapter": for PEFT and vLLM, on the same base. "merged": one plain model on the exactly dequantised base,
             the function that was trained. "merged-original": the adapter on the weights from before the quantisation,
-            another function. "gguf": the merged model as one file, for llama.cpp. "gguf-adapter": the adapter alone,
-            for its `--lora`.
+            another function. "gguf": the merged model as one file, for llama.cpp.
         out: directory to write; there must be none. By default `export-<to>` in the run directory.
-        form: of an adapter: "canonical" (scale folded in, one rank: any engine serves it right) or "original" (as PEFT
-            has saved it).
-        dtype: of merged weights; by default the base's compute dtype. Of GGUF also "q8_0", and through llama.cpp
-            "q4_k_m".
+        dtype: of merged weights; by default the base's compute dtype. Of GGUF also "q8_0".
         original: model of "merged-original": directory or hub name; by default what the base says it was made from.
         base: directory of the base, if it was moved.
         data: .jsonl file with prompts to compare on; by default the run's own, or random tokens.
@@ -112,18 +104,15 @@ def export_run(
             float32 pass, and 1e-9 in float32. "merged-original" has no limit of its own.
         check: load it again and compare; without it nothing says that it is the policy. Of a large model it takes most
             of the time.
-        shard_gb: largest file of weights, in 10^9 bytes.
-        on: GGUF file of another base on which "gguf-adapter" will be served: its distance is measured, too.
         say: gets a line for people before each stage; by default it is logged.
 
     Raises:
         RunDirectoryError, BaseIncompleteError, BaseMismatchError: see `open_trained`.
-        AdapterRejectedError: it cannot be written in this form; names every reason.
         ConfigConflictError: the target exists, or arguments contradict each other.
         ExportError: what was loaded again is not the policy; nothing is left.
         NotYetSupportedError: GGUF of this model; names the way out.
     """
-    wish = _Wish(to, form, dtype, original, data, prompts, max_kl, check, shard_gb, on)
+    wish = _Wish(to, dtype, original, data, prompts, max_kl, check)
     wish.check_all()
     say, note = say or begin, say or remark
     trained = open_trained(run, base=base)
@@ -145,49 +134,30 @@ class _Wish:
     """What `export_run` was asked for, under the names of its arguments."""
 
     to: str
-    form: str
     dtype: str | None
     original: str | os.PathLike[str] | None
     data: str | os.PathLike[str] | None
     prompts: int
     max_kl: float | None
     check: bool
-    shard_gb: float
-    on: str | os.PathLike[str] | None
 
     def check_all(self) -> None:
         """Raise `ConfigConflictError` where arguments contradict each other."""
-        to, form, dtype, on = self.to, self.form, self.dtype, self.on
+        to, dtype = self.to, self.dtype
         if to not in KINDS:
             raise ConfigConflictError(f"exporting: to={to!r} is not one of {', '.join(KINDS)}.")
-        if form not in FORMS:
-            raise ConfigConflictError(f"exporting: form={form!r} is not one of {', '.join(FORMS)}.")
         if dtype is not None and dtype not in DTYPES:
             raise ConfigConflictError(f"exporting: dtype={dtype!r} is not one of {', '.join(DTYPES)}.")
-        if to != "adapter" and form != "canonical":
-            raise ConfigConflictError(f"exporting: form={form!r} is for adapters only. Use it with --to adapter.")
         if dtype in LIMITS and to != "gguf":
             raise ConfigConflictError(f"exporting: dtype={dtype!r} is for --to gguf only.")
         if to == "adapter" and dtype is not None:
             raise ConfigConflictError("exporting: an adapter keeps the dtype that it was trained in. Leave dtype out.")
         if to != "merged-original" and self.original is not None:
             raise ConfigConflictError(f"exporting: original={os.fspath(self.original)!r} is for --to merged-original.")
-        if on is not None and (to != "gguf-adapter" or not Path(on).is_file()):
-            raise ConfigConflictError(
-                f"exporting: on={os.fspath(on)!r} must be the GGUF file of a base, with --to gguf-adapter."
-            )
-        if not self.check and (on is not None or self.max_kl is not None):
-            raise ConfigConflictError(
-                "exporting: on and max_kl are for the check, which check=False (--no-check) leaves out."
-            )
-        if on is not None and not llama_cpp.is_installed():
-            raise ConfigConflictError(
-                f"exporting: what the adapter is on {on} is measured by llama.cpp. Install it: {llama_cpp.INSTALL}"
-            )
-        if self.prompts < 1 or not self.shard_gb > 0:
-            raise ConfigConflictError(
-                f"exporting: prompts={self.prompts} and shard_gb={self.shard_gb:g}: both must be above 0."
-            )
+        if not self.check and self.max_kl is not None:
+            raise ConfigConflictError("exporting: max_kl is for the check, which check=False (--no-check) leaves out.")
+        if self.prompts < 1:
+            raise ConfigConflictError(f"exporting: prompts={self.prompts} is not above 0.")
 
     def for_run(self, trained: TrainedRun, target: Path) -> _Wish:
         """With what the run decides.
@@ -198,15 +168,15 @@ class _Wish:
         """
         if target.exists() or target.is_symlink():
             raise ConfigConflictError(f"exporting to {target}: it already exists. Choose another --out, or remove it.")
-        if trained.adapter is None and self.to in ("adapter", "merged-original", "gguf-adapter"):
+        if trained.adapter is None and self.to in ("adapter", "merged-original"):
             raise ConfigConflictError(
                 f"exporting {trained.path}: all weights of the base were trained, so there is no adapter. Export it as "
                 "merged or gguf."
             )
-        if self.to.startswith("gguf"):
+        if self.to == "gguf":
             from qlora_rl.export.gguf import check_gguf
 
-            check_gguf(trained.base.path, is_adapter=self.to == "gguf-adapter")
+            check_gguf(trained.base.path)
         original = _original(trained, self.original) if self.to == "merged-original" else self.original
         return replace(self, dtype=self.dtype or trained.base.spec.compute_dtype, original=original)
 
@@ -239,39 +209,36 @@ def _export(
         witness = Witness(policy, ids, autocast=trained.autocast, ends=trained.ends)
     say(f"writing {to}")
     if to == "merged":
-        _write_merged(trained, policy, staging, dtype, wish.shard_gb)
+        _write_merged(trained, policy, staging, dtype)
     elif to == "gguf":
         texts = _write_gguf(trained, policy, tokenizer, staging, dtype, [tokenizer.decode(each) for each in ids])
         note(f"a tokenizer made of the file's own fields gives {texts} texts the ids that the base's gives them")
     del policy
     trim_memory()
     if to == "adapter":
-        _write_adapter(trained, staging, wish.form)
+        _write_adapter(trained, staging, note)
     elif to == "merged-original":
         plain = trained.adapted(load_plain(wish.original, trained.base.spec.compute_dtype, is_ours=False))
-        _write_merged(trained, plain, staging, dtype, wish.shard_gb)
+        _write_merged(trained, plain, staging, dtype)
         del plain
         trim_memory()
-    elif to == "gguf-adapter":
-        _write_gguf_adapter(trained, tokenizer, staging, dtype)
-    compared: tuple[Distance | None, dict[str, Distance], str | None, float | None] = None, {}, None, None
+    compared: tuple[Distance | None, Distance | None, float | None] = None, None, None
     if wish.check:
-        compared = _compared(trained, tokenizer, witness, ids, staging, wish, say=say, note=note)
-    distance, elsewhere, far, accepted = compared
+        compared = _compared(trained, witness, ids, staging, wish, say=say, note=note)
+    distance, in_cpp, accepted = compared
     load = _lines(trained, staging, to, name=target.name, base=trained.base.path.name)
     source = None if wish.original is None else str(wish.original)
-    write_card(Card(trained, to, dtype, wish.form, distance, where, load, source, elsewhere, far), staging)
+    write_card(Card(trained, to, dtype, distance, where, load, source, in_cpp), staging)
     staging.chmod(0o755)
     _settle(staging)
     if target.exists():
         raise ConfigConflictError(f"exporting to {target}: it was created meanwhile. Choose another --out.")
     here = _lines(trained, staging, to, name=str(target.resolve()), base=str(trained.base.path.resolve()))
-    return Export(target, to, distance, where, here, elsewhere, accepted)
+    return Export(target, to, distance, where, here, in_cpp, accepted)
 
 
 def _compared(
     trained: TrainedRun,
-    tokenizer: Any,
     witness: Witness | None,
     ids: list[list[int]],
     staging: Path,
@@ -279,14 +246,14 @@ def _compared(
     *,
     say: Callable[[str], None],
     note: Callable[[str], None],
-) -> tuple[Distance, dict[str, Distance], str | None, float | None]:
-    """The distance of what was written, those in llama.cpp, a warning where an adapter on another base is another
-    function, and the mean KL up to which it was accepted where that is more than usual.
+) -> tuple[Distance, Distance | None, float | None]:
+    """The distance of what was written, that in llama.cpp, and the mean KL up to which it was accepted where that is
+    more than usual.
 
     Raises:
         ExportError: it is not the policy.
     """
-    to, dtype, on, max_kl = wish.to, str(wish.dtype), wish.on, wish.max_kl
+    to, dtype, max_kl = wish.to, str(wish.dtype), wish.max_kl
     if witness is None:
         say("computing the policy in float32")
         witness = _exact_witness(trained, ids, staging.parent)
@@ -295,11 +262,10 @@ def _compared(
     distance = witness.distance(again, autocast=trained.autocast if to == "adapter" else None)
     del again
     trim_memory()
-    elsewhere = in_llama_cpp(trained, tokenizer, witness, staging, to, on, note) if to.startswith("gguf") else {}
+    in_cpp = in_llama_cpp(witness, staging, note) if to == "gguf" else None
     limit = max_kl if max_kl is not None else _limit(to, dtype, witness.rounding)
-    own = {name: found for name, found in elsewhere.items() if on is None or name != on_base(on)}
     # What is not a number is beyond any limit.
-    worst = max([distance, *own.values()], key=lambda found: (math.isnan(found.kl_mean), found.kl_mean))
+    worst = max(filter(None, (distance, in_cpp)), key=lambda found: (math.isnan(found.kl_mean), found.kl_mean))
     if not worst.kl_mean <= limit:
         plain = "; without rounding: --dtype float32" if to in ("merged", "gguf") and dtype != "float32" else ""
         raise ExportError(
@@ -309,17 +275,7 @@ def _compared(
     accepted = None
     if max_kl is None and limit > _limit(to, dtype, 0.0):
         accepted = limit
-    far = (
-        None
-        if on is None or elsewhere[on_base(on)].kl_mean <= limit
-        else too_far(on, elsewhere[on_base(on)], limit, trained.base.spec.is_4bit)
-    )
-    if far is not None:
-        if note is remark:
-            remark(far, warns=True)
-        else:
-            note(f"WARNING: {far}")
-    return distance, elsewhere, far, accepted
+    return distance, in_cpp, accepted
 
 
 def _limit(to: str, dtype: str, rounding: float) -> float:
@@ -344,32 +300,26 @@ def _original(trained: TrainedRun, wish: str | os.PathLike[str] | None) -> str:
     return name
 
 
-def _write_adapter(trained: TrainedRun, staging: Path, form: str) -> None:
+def _write_adapter(trained: TrainedRun, staging: Path, note: Callable[[str], None]) -> None:
+    """In canonical form; one that has none, for it is more than LoRA, as PEFT has saved it."""
     adapter, base = trained.adapter, trained.base
-    if form == "original":
+    try:
+        write_adapter(read_adapter(adapter, base), staging)
+    except AdapterRejectedError as error:
+        reasons = "; ".join(reason.rstrip(".") for reason in error.reasons)
+        note(f"as PEFT has saved it, for PEFT and not for vLLM: {reasons}. For vLLM export it merged")
         for file in adapter.iterdir():
             if file.is_file() and file.name not in ("README.md", "training_args.bin"):
                 shutil.copy(file, staging / file.name)
-    else:
-        try:
-            bundle = read_adapter(adapter, base)
-        except AdapterRejectedError as error:
-            raise AdapterRejectedError(
-                f"exporting {trained.path}: this adapter is more than LoRA and has no canonical form: "
-                f"{'; '.join(r.rstrip('.') for r in error.reasons)}. Export it as PEFT has saved it, for PEFT and not "
-                "for vLLM (--form original), or as one plain model (--to merged).",
-                reasons=error.reasons,
-            ) from error
-        write_adapter(bundle, staging)
     write_ends(base.path, trained.ends, staging)
     write_origin(staging, base.parent or base.identity)
     _tokenizer(trained).save_pretrained(staging)
 
 
-def _write_merged(trained: TrainedRun, model: Any, staging: Path, dtype: str, shard_gb: float) -> None:
+def _write_merged(trained: TrainedRun, model: Any, staging: Path, dtype: str) -> None:
     copy_plain(trained.base, staging, dtype)
     write_ends(trained.base.path, trained.ends, staging)
-    write_weights(iter_weights(model, dtype=getattr(torch, dtype)), staging, shard_bytes=int(shard_gb * 1e9))
+    write_weights(iter_weights(model, dtype=getattr(torch, dtype)), staging, shard_bytes=SHARD_BYTES)
 
 
 def _write_gguf(trained: TrainedRun, policy: Any, tokenizer: Any, staging: Path, dtype: str, texts: list[str]) -> int:
@@ -377,31 +327,9 @@ def _write_gguf(trained: TrainedRun, policy: Any, tokenizer: Any, staging: Path,
     from qlora_rl.export.gguf import verify_gguf, write_gguf, write_modelfile
 
     file = staging / f"{trained.name}.gguf"
-    if dtype == "q4_k_m":
-        with tempfile.TemporaryDirectory(prefix=".whole-", dir=staging.parent) as room:
-            whole = Path(room) / "whole.gguf"
-            write_gguf(policy, trained.base, tokenizer, whole, "bfloat16", name=trained.name, ends=trained.ends)
-            llama_cpp.quantise(whole, file, dtype)
-    else:
-        write_gguf(policy, trained.base, tokenizer, file, dtype, name=trained.name, ends=trained.ends)
+    write_gguf(policy, trained.base, tokenizer, file, dtype, name=trained.name, ends=trained.ends)
     write_modelfile(staging, tokenizer, model=f"./{file.name}", ends=trained.ends)
     return verify_gguf(file, tokenizer, texts)
-
-
-def _write_gguf_adapter(trained: TrainedRun, tokenizer: Any, staging: Path, dtype: str) -> None:
-    from qlora_rl.export.gguf import write_gguf_adapter, write_modelfile
-
-    try:
-        bundle = read_adapter(trained.adapter, trained.base)
-    except AdapterRejectedError as error:
-        raise AdapterRejectedError(
-            f"exporting {trained.path}: this adapter is more than LoRA, which llama.cpp does not know: "
-            f"{'; '.join(r.rstrip('.') for r in error.reasons)}. Export the merged model: --to gguf.",
-            reasons=error.reasons,
-        ) from error
-    file = f"{trained.name}-lora.gguf"
-    write_gguf_adapter(bundle.tensors, trained.base, staging / file, dtype, name=trained.name)
-    write_modelfile(staging, tokenizer, model="BASE.gguf", adapter=f"./{file}", ends=trained.ends)
 
 
 def _exact_witness(trained: TrainedRun, ids: list[list[int]], room: Path) -> Witness:
@@ -427,12 +355,6 @@ def _load_again(trained: TrainedRun, directory: Path, to: str) -> Any:
         from qlora_rl.export.gguf import load_gguf
 
         return load_gguf(directory)
-    if to == "gguf-adapter":
-        from qlora_rl.export.gguf import read_gguf_adapter
-
-        with tempfile.TemporaryDirectory() as again:
-            write_adapter(read_gguf_adapter(directory / f"{trained.name}-lora.gguf", trained.base), Path(again))
-            return trained.with_adapter(again)
     return load_plain(directory)
 
 
@@ -458,8 +380,6 @@ def _lines(trained: TrainedRun, written: Path, to: str, *, name: str, base: str)
             adapter = quote(f"policy={name}")
             lines["vllm"] = f"vllm serve {quote(base)} --enable-lora{rank} --lora-modules {adapter}{ends}"
         return lines
-    if to == "gguf-adapter":
-        return {"llama.cpp": f"llama-server -m BASE.gguf --lora {quote(f'{name}/{trained.name}-lora.gguf')}"}
     if to == "gguf":
         from qlora_rl.export.gguf import is_read_by_transformers
 

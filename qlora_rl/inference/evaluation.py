@@ -9,7 +9,6 @@ import asyncio
 import inspect
 import json
 import math
-import os
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,8 +21,6 @@ from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.base.model_classes import load_processor
 from qlora_rl.base.unsupported_configs import engine_positions
 from qlora_rl.contracts import SamplingSpec
-from qlora_rl.data.files import DATA_FILES
-from qlora_rl.data.load import read_file
 from qlora_rl.engine.images import token_ids
 from qlora_rl.errors import ConfigConflictError, RunDirectoryError
 from qlora_rl.image_io import as_thumbnails
@@ -181,7 +178,7 @@ def evaluate(
         )
     if not rewards:
         raise ConfigConflictError(
-            "evaluating: no reward function. Pass one, such as numeric, exact, or path.py:function."
+            "evaluating: no reward function. Pass one, such as numeric_match, or path.py:function."
         )
     for name, reward in rewards.items():
         check_signature(reward, [column for row in rows for column in row], name)
@@ -249,7 +246,7 @@ def save(evaluation: Evaluation, trained: TrainedRun, asked: Mapping[str, Any]) 
     """
     asked = {**asked, "step": trained.step}
     target = trained.path / RESULT
-    content = json.dumps({"asked": dict(asked), **evaluation.as_dict()}, indent=1) + "\n"
+    content = json.dumps({"asked": dict(asked), **evaluation.as_dict()}, indent=1, default=str) + "\n"  # a date, say
     try:
         replace_file(target, content.encode())
     except OSError as error:
@@ -257,38 +254,6 @@ def save(evaluation: Evaluation, trained: TrainedRun, asked: Mapping[str, Any]) 
             f"writing {target}: {error.strerror}. Free some space, or leave it out: --no-save."
         ) from error
     return target
-
-
-def read_rows(file: str | os.PathLike[str], limit: int | None = None) -> list[dict[str, Any]]:
-    """The objects of a file: a line each of .jsonl and any other name, the rows of a .json, .csv or .parquet file as
-    [data] reads them.
-
-    Raises:
-        ConfigConflictError: there is no such file, it cannot be read, or a line is no JSON object.
-    """
-    if Path(file).suffix in DATA_FILES and Path(file).suffix != ".jsonl":
-        found = read_file(os.fspath(file), "reading the rows")
-        return list(found.select(range(min(len(found), limit or len(found)))))
-    rows: list[dict[str, Any]] = []
-    try:
-        lines = Path(file).read_text().splitlines()
-    except OSError as error:
-        raise ConfigConflictError(f"reading {file}: {error.strerror}. Pass a {', '.join(DATA_FILES)} file.") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        if not isinstance(row, dict):
-            raise ConfigConflictError(
-                f"reading {file}: line {number} is not a JSON object. Write one object per line, with a prompt."
-            )
-        rows.append(row)
-    if not rows:
-        raise ConfigConflictError(f"reading {file}: it is empty. Write one object per line, with a prompt.")
-    return rows[:limit]
 
 
 @contextmanager

@@ -9,7 +9,8 @@ from typing import Any
 
 from qlora_rl.config.schema import Data
 from qlora_rl.contracts import IMAGES
-from qlora_rl.data.rows import as_conversation, check_filling, extracted, filled, placeholders, stored_image
+from qlora_rl.data.load import checked_images
+from qlora_rl.data.rows import as_conversation, check_filling, extracted, filled, placeholders
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.image_io import read_image
 
@@ -34,7 +35,7 @@ def as_trained(rows: Sequence[Mapping[str, Any]], data: Data | None) -> list[dic
     for number, row in enumerate(found):
         _add_prompt(row, data.prompt_template, number)
         for new, old in data.columns.items():
-            if old in row and new not in row:
+            if row.get(old) is not None and row.get(new) is None:  # a file's rows have all of its columns
                 row[new] = row.pop(old)
         if data.format == "chat" and isinstance(row.get("prompt"), str | list):
             row["prompt"] = as_conversation({"prompt": row["prompt"]}, data.system_prompt)["prompt"]
@@ -61,15 +62,8 @@ def open_images(rows: Sequence[Mapping[str, Any]], data: Data | None, root: Path
     if data is None or data.images is None:
         return found
     for number, row in enumerate(found):
-        held = row.pop(data.images, None)
-        paths = [] if held is None else held if isinstance(held, list) else [held]
-        try:
-            kept = [stored_image(each, root) for each in paths]
-            row[IMAGES] = [read_image(each["path"] if each["bytes"] is None else each["bytes"]) for each in kept]
-        except (ValueError, OSError, TypeError) as error:
-            raise ConfigConflictError(
-                f"reading the rows: row {number}: {data.images} = {held!r}: {error}. Fix the row, or remove it."
-            ) from error
+        kept = checked_images(row.pop(data.images, None), root, number)
+        row[IMAGES] = [read_image(each["path"] if each["bytes"] is None else each["bytes"]) for each in kept]
     return found
 
 

@@ -59,6 +59,10 @@ class Pace:
         """All of it."""
         return self.rollout_s + self.train_s
 
+    def whole(self, steps: int) -> str:
+        """How long a run of so many steps may take, in words."""
+        return f"time estimate for {self.card}: {steps} steps, about {_seconds(steps * self.step_s)}"
+
     def __str__(self) -> str:
         step = f"{_seconds(self.step_s)} per step of {self.sequences} full-length sequences"
         said = f"time estimate for {self.card}: about {step}"
@@ -117,6 +121,8 @@ def pace_of(estimate: MemoryEstimate, sequences: int | None = None) -> Pace | No
 
 
 def _seconds(seconds: float) -> str:
+    if seconds >= 7200:
+        return f"{_rounded(seconds / 3600)} h"
     return f"{_rounded(seconds / 60)} min" if seconds >= 600 else f"{_rounded(seconds)} s"
 
 

@@ -176,10 +176,8 @@ def host_line(shape: ModelShape, spec: QuantSpec, *, tokens: int) -> Line:
     return Line("layer inputs", 2 * shape.layers * (1 << max(0, each - 1).bit_length()), why, "host", False)
 
 
-def head_line(
-    shape: ModelShape, spec: QuantSpec, *, batch: int, length: int, chunked: bool, device: str, tiled: bool = False
-) -> Line:
-    """The peak of the output head: logits in tiles, or all of them.
+def head_line(shape: ModelShape, spec: QuantSpec, *, batch: int, length: int, device: str, tiled: bool = False) -> Line:
+    """The peak of the output head, which works in tiles.
 
     Args:
         tiled: norms work in tiles, and the last one keeps its input.
@@ -187,10 +185,6 @@ def head_line(
     wide, tokens = width(spec), batch * length
     # Hidden states without prompt and padding, their gradient in float32 and in the compute dtype.
     states = tokens * shape.hidden * (4 + 2 * wide)
-    if not chunked:
-        # Logits, their float32 copy, log-softmax, and the gradient of one of them.
-        logits = tokens * shape.vocabulary * (wide + 12)
-        return Line("logits", states + logits, f"{tokens} tokens x {shape.vocabulary} x {wide + 12}", "head", False)
     columns = min(shape.vocabulary, HEAD_VOCABULARY)
     if device == "cpu":
         # Worked on in float32 as whole tensors; then the tile and the part of the head that it meets are lifted.

@@ -1,4 +1,4 @@
-"""A small chart drawer: lines, bands and reference lines over steps, linear or logarithmic.
+"""A small chart drawer: lines and reference lines over steps, linear or logarithmic.
 
 The curves are SVG stretched to the width of the page; ticks and labels are HTML laid over it in percent. So text keeps
 its size on a phone, and every colour comes from the page, in light and in dark, without a line of JavaScript.
@@ -29,17 +29,6 @@ class Line:
     y: Values
     series: int = 0
     weight: str = "bold"
-
-
-@dataclass(frozen=True)
-class Band:
-    """The room between two curves. Where one of them has a gap, so has the band."""
-
-    label: str
-    x: Sequence[float]
-    low: Values
-    high: Values
-    series: int = 0
 
 
 @dataclass(frozen=True)
@@ -119,15 +108,6 @@ def thin_out(x: Sequence[float], y: Values, limit: int = POINTS) -> tuple[list[f
     return [x[i] for i in kept], [y[i] for i in kept]
 
 
-def _thin_out_band(band: Band, limit: int = POINTS) -> list[tuple[float, float, float] | None]:
-    """(x, low, high) per point, `None` for a gap; a bucket spans from its lowest low to its highest high."""
-    points: list[tuple[float, float, float] | None] = []
-    for bucket in _buckets(len(band.x), min(limit, len(band.x))):
-        known = [(a, b) for a, b in ((band.low[i], band.high[i]) for i in bucket) if a is not None and b is not None]
-        points.append((band.x[bucket[0]], min(a for a, _ in known), max(b for _, b in known)) if known else None)
-    return points
-
-
 def _buckets(length: int, count: int) -> list[range]:
     return [range(i * length // count, (i + 1) * length // count) for i in range(count)]
 
@@ -147,7 +127,6 @@ def draw_chart(
     y_label: str,
     lines: Sequence[Line],
     *,
-    bands: Sequence[Band] = (),
     references: Sequence[Reference] = (),
     legend: Sequence[tuple[int, str]] = (),
     is_log: bool = False,
@@ -155,28 +134,22 @@ def draw_chart(
 ) -> Markup | None:
     """The chart as HTML; `None` where there is not one value to draw. `legend` is (series, name) pairs."""
     lines = [Line(s.label, s.x, _drawable(s.y), s.series, s.weight) for s in lines]
-    bands = [Band(b.label, b.x, _drawable(b.low), _drawable(b.high), b.series) for b in bands]
-    columns = [s.y for s in lines] + [c for b in bands for c in (b.low, b.high)]
-    heights = [v for column in columns for v in column if v is not None]
+    heights = [v for line in lines for v in line.y if v is not None]
     if not heights:
         return None
-    places = [v for line in lines for v in line.x] + [v for band in bands for v in band.x]
-    across = linear_axis(places, 6, is_whole=True, is_snug=True)
+    across = linear_axis([v for line in lines for v in line.x], 6, is_whole=True, is_snug=True)
     up = (log_axis if is_log else linear_axis)([*heights, *(r.y for r in references)])
 
     shapes = [_draw_grid(across, up)]
-    shapes += [_path(_band_path(_thin_out_band(b), across, up), f"band s{b.series % 4}") for b in bands]
-    edges = [(b, end, column) for b in bands for end, column in (("low", b.low), ("high", b.high))]
-    readouts = [(f"{b.label} {end}", b.series, *thin_out(b.x, column)) for b, end, column in edges]
     for line in sorted(lines, key=lambda s: (s.weight == "bold", -s.series)):
         x, y = thin_out(line.x, line.y)
         shapes.append(_path(_line_path(x, y, across, up), f"{line.weight} s{line.series % 4}"))
-    readouts += [(s.label, s.series, *thin_out(s.x, s.y)) for s in lines]
+    readouts = [(s.label, s.series, *thin_out(s.x, s.y)) for s in lines]
     shapes += [_path(f"M0 {_y(up, r.y)}H1000", "reference") for r in references]
 
     svg = tag(
         "svg", *shapes, viewBox="0 0 1000 1000", preserveAspectRatio="none", role="img",
-        aria_label=_describe(title, y_label, lines, bands, references, x_label),
+        aria_label=_describe(title, y_label, lines, references, x_label),
     )  # fmt: skip
     named = [r for r in references if r.label]
     plot = tag(
@@ -218,16 +191,6 @@ def _line_path(x: Sequence[float], y: Values, across: Axis, up: Axis) -> str:
     return "".join("M" + "L".join(run) + ("h0" if len(run) == 1 else "") for run in runs)
 
 
-def _band_path(points: Sequence[tuple[float, float, float] | None], across: Axis, up: Axis) -> str:
-    parts = []
-    for is_gap, group in groupby(points, key=lambda p: p is None):
-        if not is_gap:
-            run = [(f"{1000 * across.place(x):.4g}", _y(up, low), _y(up, high)) for x, low, high in group]
-            corners = [f"{x} {low}" for x, low, _ in run] + [f"{x} {high}" for x, _, high in reversed(run)]
-            parts.append("M" + "L".join(corners) + "Z")
-    return "".join(parts)
-
-
 def _tick(value: float, up: Axis) -> Markup | str:
     if up.is_log and up.ticks[0] < 1e-3:
         return join(["10", tag("sup", f"{round(math.log10(value))}".replace("-", "−"))])
@@ -237,7 +200,7 @@ def _tick(value: float, up: Axis) -> Markup | str:
     return f"{value:,.{decimals}f}".replace("-", "−")
 
 
-def _describe(title, y_label, lines, bands, references, x_label) -> str:
+def _describe(title, y_label, lines, references, x_label) -> str:
     """The chart in words, for screen readers."""
     said = [f"{title}. {y_label} over {x_label}."]
     for line in lines:
@@ -245,10 +208,6 @@ def _describe(title, y_label, lines, bands, references, x_label) -> str:
         if known:
             first, last, low, high = map(plain, (known[0], known[-1], min(known), max(known)))
             said.append(f"{line.label}: from {first} to {last}, lowest {low}, highest {high}.")
-    for band in bands:
-        lows, highs = ([v for v in c if v is not None] for c in (band.low, band.high))
-        if lows and highs:
-            said.append(f"{band.label}: between {plain(min(lows))} and {plain(max(highs))}.")
     return " ".join(said + [f"Reference line: {r.label or plain(r.y)}." for r in references])
 
 

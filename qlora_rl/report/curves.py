@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import fmean, median
 from typing import Any
 
-from .charts import Band, Line, Reference, draw_chart, smooth
+from .charts import Line, Reference, draw_chart, smooth
 from .parts import Markup, section, tag
 from .quantities import finite, share
 from .run import Run, end_window, summarise
@@ -244,23 +244,26 @@ def _draw_mismatch(runs: Sequence[Run], names: Sequence[str]) -> Markup:
 
 def _draw_ratio(runs: Sequence[Run], names: Sequence[str]) -> Markup:
     title = "Importance ratio: how much a token had to be corrected"
-    bands, lines = [], []
-    for i, (run, name) in enumerate(zip(runs, names, strict=True)):
-        low, high = run.column("ratio_p01"), run.column("ratio_p99")
-        prefix = f"{name}, " if len(runs) > 1 else ""
-        bands.append(Band(f"{prefix}98 % of tokens", run.steps, low, high, i))
-        lines.append(Line(f"{prefix}median", run.steps, run.column("ratio_p50"), i, "thin"))
-    known = [v for b in bands for v in (*b.low, *b.high) if v is not None]
+    shown = (
+        ("ratio_p01", "1st percentile", "thin"),
+        ("ratio_p50", "median", "bold"),
+        ("ratio_p99", "99th percentile", "thin"),
+    )
+    lines = [
+        Line(f"{name}, {label}" if len(runs) > 1 else label, run.steps, run.column(column), i, weight)
+        for i, (run, name) in enumerate(zip(runs, names, strict=True))
+        for column, label, weight in shown
+    ]
+    known = [v for line in lines for v in line.y if v is not None]
     is_log = bool(known) and min(known) >= 0 and max(known) > 4 * max(min(known), 1e-12)
-    bands.sort(key=lambda band: -band.series)
     chart = draw_chart(
-        title, "trainer’s probability ÷ sampler’s" + (", logarithmic" if is_log else ""), lines, bands=bands,
+        title, "trainer’s probability ÷ sampler’s" + (", logarithmic" if is_log else ""), lines,
         references=[Reference(1.0, "")], legend=_legend(runs, names), is_log=is_log,
     )  # fmt: skip
     caption = (
-        "The trainer’s probability of a token divided by the sampler’s. The band holds 98 % of the tokens (1st to 99th "
-        "percentile). The dotted line at 1 is no correction: the narrower the band around it, the less of what was "
-        "sampled has to be corrected or thrown away."
+        "The trainer’s probability of a token divided by the sampler’s. 98 % of the tokens are between the thin lines "
+        "(1st and 99th percentile). The dotted line at 1 is no correction: the closer they are to it, the less of what "
+        "was sampled has to be corrected or thrown away."
     )
     facts, extras = summarise(runs[0]), []
     if facts["ess_median"] is not None:

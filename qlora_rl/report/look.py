@@ -56,9 +56,6 @@ section { margin-top: 3.6rem; }
 .s2 { --c: var(--s2); --dash: 2 4; } .s3 { --c: var(--s3); --dash: 10 3 2 3; }
 .plot .thin { stroke: var(--c); stroke-width: 1; opacity: .3; } .plot .thin.s0 { opacity: .42; }
 .plot .bold { stroke: var(--c); stroke-width: 2.25; stroke-dasharray: var(--dash); }
-/* Opaque, so that one run's band over another's keeps its own colour. */
-.plot .band { fill: color-mix(in srgb, var(--c) var(--mix, 20%), var(--paper)); stroke: var(--c); stroke-opacity: .4;
-  stroke-width: 1; } .plot .band.s0 { --mix: 30%; }
 .yt, .xt, .rt { position: absolute; font-size: .78rem; line-height: 1; color: var(--soft); white-space: nowrap; }
 .yt { right: calc(100% + .6rem); transform: translateY(-50%); } .yt sup { font-size: .78em; line-height: 0; }
 .xt { top: calc(100% + .6rem); transform: translateX(-50%); }
@@ -93,7 +90,6 @@ tbody th { color: var(--soft); min-width: 6rem; }
 .pair { display: grid; grid-template-columns: 1fr 1fr; gap: 1.2rem; margin-top: .8rem; } .pair > div { min-width: 0; }
 .pair h4 { margin: 0 0 .25rem; font-size: .82rem; font-weight: 400; color: var(--soft); }
 .mark { font-weight: 650; margin-left: .5rem; } .alone .mark { margin-left: 0; }
-.mark.right { color: var(--good); } .mark.wrong { color: var(--bad); }
 pre { font: .83rem/1.5 ui-monospace, "SF Mono", Menlo, Consolas, "Liberation Mono", monospace; margin: 0;
   white-space: pre-wrap; background: var(--faint); border-radius: .4rem; padding: .6rem .75rem; max-height: 15rem;
   overflow: auto; }

@@ -17,9 +17,9 @@ from qlora_rl.locks import replace_file
 
 from .curves import draw_curves
 from .look import CSS, JS
-from .outcomes import draw_disagreements, draw_evaluation, draw_rollouts, draw_samples
-from .parts import Markup, download, object_in, pairs, section, table, tag
-from .quantities import ABSENT, factor, finite, octets, plain, seconds, share
+from .outcomes import draw_evaluation, draw_rollouts
+from .parts import Markup, object_in, pairs, section, table, tag
+from .quantities import ABSENT, finite, octets, plain, seconds, share
 from .run import Run, read_run, summarise
 from .sentences import Facts, base_sentence, concerns, fidelity_sentence, headline, peak_sentence, unverified_sentence
 from .times import draw_time
@@ -74,8 +74,6 @@ def render(runs: Sequence[Run], *, is_live: bool = False) -> str:
         _draw_top(run, facts[0]),
         *((*draw_curves(runs, names), draw_time(runs, names)) if has_steps else ()),
         draw_evaluation(run),
-        draw_samples(run),
-        draw_disagreements(run),
         draw_rollouts(run),
         _draw_table(runs, names, facts),
         _draw_details(run),
@@ -144,7 +142,6 @@ def _draw_tiles(run: Run, facts: Facts) -> Markup | None:
     mean, middle = seconds(facts["step_seconds_mean"]), seconds(facts["step_seconds_median"])
     pace = "median" if mean in (middle, ABSENT) else f"median; mean {mean}"
     tiles = [
-        ("Right on unseen problems", "accuracy_after", share, was("accuracy_before", share)),
         ("Reward in the evaluation", "eval_after", plain, was("eval_before", plain)),
         ("Reward", "reward_last", plain, was("reward_first", plain)),
         ("Held-out reward", "held_out_last", plain, was("held_out_first", plain)),
@@ -164,24 +161,24 @@ def _draw_tiles(run: Run, facts: Facts) -> Markup | None:
 
 
 _HITS = {"rewards/accuracies": "Pairs ranked right", "mean_token_accuracy": "Tokens predicted right"}
-TABLE = (  # label, fact, how to say it, whether "n times less" makes sense of it
-    ("Steps", "steps", plain, False),
-    ("Right before", "accuracy_before", share, False),
-    ("Right after", "accuracy_after", share, False),
-    ("Reward at first", "reward_first", plain, False),
-    ("Reward at last", "reward_last", plain, False),
-    ("Held-out reward at first", "held_out_first", plain, False),
-    ("Held-out reward at last", "held_out_last", plain, False),
-    ("Loss at first", "loss_first", plain, False),
-    ("Loss at last", "loss_last", plain, False),
-    ("Mismatch KL, median", "mismatch_kl_median", plain, True),
-    ("Mismatch KL, 95th percentile", "mismatch_kl_p95", plain, True),
-    ("Mismatch KL, worst step", "mismatch_kl_max", plain, True),
-    ("Effective sample size, median", "ess_median", share, False),
-    ("Size of a push", "sync_bytes_median", octets, True),
-    ("Time per push", "sync_seconds_median", seconds, True),
-    ("Time per step, median", "step_seconds_median", seconds, True),
-    ("Tokens written per second", "rollout_tokens_per_s", plain, True),
+TABLE = (  # label, fact, how to say it
+    ("Steps", "steps", plain),
+    ("Evaluated before", "eval_before", plain),
+    ("Evaluated after", "eval_after", plain),
+    ("Reward at first", "reward_first", plain),
+    ("Reward at last", "reward_last", plain),
+    ("Held-out reward at first", "held_out_first", plain),
+    ("Held-out reward at last", "held_out_last", plain),
+    ("Loss at first", "loss_first", plain),
+    ("Loss at last", "loss_last", plain),
+    ("Mismatch KL, median", "mismatch_kl_median", plain),
+    ("Mismatch KL, 95th percentile", "mismatch_kl_p95", plain),
+    ("Mismatch KL, worst step", "mismatch_kl_max", plain),
+    ("Effective sample size, median", "ess_median", share),
+    ("Size of a push", "sync_bytes_median", octets),
+    ("Time per push", "sync_seconds_median", seconds),
+    ("Time per step, median", "step_seconds_median", seconds),
+    ("Tokens written per second", "rollout_tokens_per_s", plain),
 )
 
 
@@ -192,13 +189,9 @@ def _draw_table(runs: Sequence[Run], names: Sequence[str], facts: Sequence[Facts
     rows: list[tuple[object, ...]] = [("State", *(run.status for run in runs))]
     rows += [("What is pushed", *plans)] if set(plans) != {ABSENT} else []
     known = [entry for entry in TABLE if any(f[entry[1]] is not None for f in facts)]
-    rows += [(label, *(say(f[key]) for f in facts)) for label, key, say, _ in known]
-    heads, caption = ["", *names], "The same numbers for each run; the first column is this page’s run."
-    if len(runs) == 2:
-        times = {label: factor(facts[0][key], facts[1][key]) for label, key, _, is_ratio in TABLE if is_ratio}
-        rows = [(*row, times.get(str(row[0]), "")) for row in rows]
-        heads.append(f"{names[0]} has")
-    return section("Side by side", caption, table(heads, rows, is_first_main=True))
+    rows += [(label, *(say(f[key]) for f in facts)) for label, key, say in known]
+    caption = "The same numbers for each run; the first column is this page’s run."
+    return section("Side by side", caption, table(["", *names], rows, is_first_main=True))
 
 
 def _flatten(value: Any, name: str = "") -> list[tuple[str, str]]:
@@ -269,12 +262,4 @@ def _draw_every_metric(run: Run) -> Markup | None:
     rows = [(n, *map(plain, (v[0], median(v), v[-1], min(v), max(v))), f"{len(v):,}") for n, v in columns]
     if not rows:
         return None
-    recorded, evaluated = ({each["step"]: each for each in lines} for lines in (run.metrics, run.evaluations))
-    of_them = list(dict.fromkeys(key for each in run.evaluations for key in each if key != "step"))
-    lines = [
-        [int(s), *(recorded.get(s, {}).get(n) for n, _ in columns), *(evaluated.get(s, {}).get(n) for n in of_them)]
-        for s in sorted({*recorded, *evaluated})
-    ]
-    link = download("metrics.csv", [["step", *(n for n, _ in columns), *of_them], *lines])
-    told = tag("p", "All of it, step by step: ", link, class_="caption")
-    return tag("div", told, table(["", "First", "Median", "Last", "Lowest", "Highest", "Steps"], rows))
+    return table(["", "First", "Median", "Last", "Lowest", "Highest", "Steps"], rows)

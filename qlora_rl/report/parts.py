@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import csv
-import io
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -75,13 +72,6 @@ def _content(content: Any) -> str:
     return "".join("[image] " if part.get("type") == "image" else str(part.get("text", part)) for part in content)
 
 
-def mark(is_right: bool | None) -> Markup | None:
-    """Right or wrong, by sign and word."""
-    if is_right is None:
-        return None
-    return tag("span", "✓ right" if is_right else "✗ wrong", class_="mark right" if is_right else "mark wrong")
-
-
 def table(heads: Sequence[object], rows: Sequence[Sequence[object]], *, is_first_main: bool = False) -> Markup:
     """A table whose first column is words and whose others are numbers."""
     top = tag("tr", *(tag("th", head, scope="col", class_="num" if i else None) for i, head in enumerate(heads)))
@@ -106,11 +96,3 @@ def pairs(pairs: Sequence[tuple[str, str]]) -> Markup | None:
     """A table of two columns of words; `None` without a row."""
     rows = [tag("tr", tag("th", key, scope="row"), tag("td", value)) for key, value in pairs if key]
     return tag("div", tag("table", tag("tbody", *rows)), class_="scroll") if rows else None
-
-
-def download(name: str, rows: Sequence[Sequence[object]]) -> Markup:
-    """A link that saves these rows as a CSV file; the file is in the page."""
-    text = io.StringIO()
-    csv.writer(text).writerows(rows)
-    held = base64.b64encode(text.getvalue().encode(errors="replace")).decode()
-    return tag("a", name, href=f"data:text/csv;base64,{held}", download=name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import wraps
 
@@ -85,17 +84,3 @@ def share(number: float) -> str:
         return f"<{_GAP}0.1{_GAP}%"
     is_near_an_end = 0 < percent < 0.95 or 99.05 < percent < 99.95
     return f"{percent:.1f}{_GAP}%" if is_near_an_end else f"{percent:.0f}{_GAP}%"
-
-
-def factor(number: object, other: object) -> str:
-    """How many times `number` is of `other`: `412 × less`, `1.3 × more`, `the same`."""
-    a, b = finite(number), finite(other)
-    if a is None or b is None or a < 0 or b < 0:
-        return ABSENT
-    if a == b or (a and b and abs(math.log(a) - math.log(b)) < 0.005):
-        return "the same"
-    if not a or not b:
-        return ABSENT
-    times = math.exp(abs(math.log(a) - math.log(b)))
-    text = f"{times:.2f}" if times < 1.095 else f"{times:.1f}" if times < 9.95 else plain(float(f"{times:.2g}"))
-    return f"{text}{_GAP}×{_GAP}{'less' if a < b else 'more'}"

@@ -34,11 +34,8 @@ class Run:
     config: dict[str, Any] = field(default_factory=dict)
     metrics: list[dict[str, Any]] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
-    syncs: list[dict[str, Any]] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
-    samples: list[dict[str, Any]] = field(default_factory=list)
     rollouts: dict[str, Any] = field(default_factory=dict)
-    teaching: dict[str, Any] = field(default_factory=dict)
     evaluation: dict[str, Any] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
     is_held: bool = False
@@ -97,10 +94,6 @@ class Run:
         """The finite values of a column."""
         return [value for value in self.column(name) if value is not None]
 
-    def pushed(self, name: str) -> list[float]:
-        """The finite values of one field of the `SyncReport`s."""
-        return [value for value in (finite(report.get(name)) for report in self.syncs) if value is not None]
-
 
 def read_run(run_dir: Path | str) -> Run:
     """The run in this directory, as far as it can be read.
@@ -114,15 +107,12 @@ def read_run(run_dir: Path | str) -> Run:
             f"reading a run: run_dir={str(path)!r} is not a directory. Pass the directory that the run wrote."
         )
     problems: list[str] = []
-    config = _read_json(path / "config.json", dict, problems)
+    config = _read_json(path / "config.json", problems)
     lines = _read_lines(path / "metrics.jsonl", problems)
     metrics = _number_steps([line for line in lines if not _is_evaluation(line)])
     evaluations = _number_steps([line for line in lines if _is_evaluation(line)])
-    syncs = _read_lines(path / "sync.jsonl", problems)
-    summary = _read_json(path / "summary.json", dict, problems)
-    samples = [s for s in _read_json(path / "samples.json", list, problems) if isinstance(s, dict)]
-    files = ("rollouts.json", "teacher.json", "eval.json")
-    rollouts, teaching, evaluation = (_read_json(path / name, dict, problems) for name in files)
+    summary = _read_json(path / "summary.json", problems)
+    rollouts, evaluation = (_read_json(path / name, problems) for name in ("rollouts.json", "eval.json"))
     name = path.resolve().name
     return Run(
         path,
@@ -130,11 +120,8 @@ def read_run(run_dir: Path | str) -> Run:
         config,
         metrics,
         evaluations,
-        syncs,
         summary,
-        samples,
         rollouts,
-        teaching,
         evaluation,
         tuple(problems),
         is_held(path),
@@ -151,18 +138,18 @@ def _read_text(path: Path, problems: list[str]) -> str:
         return ""
 
 
-def _read_json(path: Path, kind: type, problems: list[str]) -> Any:
+def _read_json(path: Path, problems: list[str]) -> dict[str, Any]:
     text = _read_text(path, problems)
     if not text.strip():
-        return kind()
+        return {}
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         problems.append(f"{path.name} is not valid JSON; it was left out.")
-        return kind()
-    if not isinstance(value, kind):
-        problems.append(f"{path.name} holds no {'object' if kind is dict else 'list'}; it was left out.")
-        return kind()
+        return {}
+    if not isinstance(value, dict):
+        problems.append(f"{path.name} holds no object; it was left out.")
+        return {}
     return value
 
 
@@ -224,8 +211,8 @@ def summarise(run: Run) -> dict[str, float | None]:
         "mismatch_kl_median": _over(median, kl),
         "mismatch_kl_p95": _over(_p95, kl),
         "mismatch_kl_max": _over(max, kl),
-        "sync_seconds_median": _over(median, run.values("sync_seconds") or run.pushed("seconds")),
-        "sync_bytes_median": _over(median, run.values("sync_bytes") or run.pushed("bytes")),
+        "sync_seconds_median": _over(median, run.values("sync_seconds")),
+        "sync_bytes_median": _over(median, run.values("sync_bytes")),
         "step_seconds_median": _over(median, step_seconds),
         "rollout_tokens_per_s": _over(median, run.values("rollout_tokens_per_s")),
         "step_seconds_mean": _over(fmean, step_seconds),
@@ -238,9 +225,6 @@ def summarise(run: Run) -> dict[str, float | None]:
                 ("eval_before", "eval_after", "eval_change", "eval_error", "eval_prompts"), _evaluated(run), strict=True
             )
         ),
-        "accuracy_before": None,
-        "accuracy_after": None,
-        "eval_problems": None,
     }
     said = {key: finite(run.summary.get(key)) for key in measured}
     said["seconds"] = finite(run.summary.get("train_seconds")) or said["seconds"]  # without start and evaluations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from math import pi, sqrt
 from statistics import fmean
@@ -34,15 +34,11 @@ def headline(run: Run, facts: Facts) -> str:
     count = f"{steps:,}" if planned is None or planned <= steps else f"{steps:,} of {planned:,.0f}"
     count += " step" if steps == 1 else " steps"
     took = "" if facts["seconds"] is None else f" ({seconds(facts['seconds'])})"
-    before, after = facts["accuracy_before"], facts["accuracy_after"]
     first, last = facts["reward_first"], facts["reward_last"]
-    if before is not None and after is not None:
-        problems = "" if facts["eval_problems"] is None else f"{facts['eval_problems']:,.0f} "
-        change = f"the model {_change(before, after, 0.005, share, 'went')} right on {problems}problems it never saw"
-    elif facts["eval_before"] is not None and facts["eval_after"] is not None:
+    if facts["eval_before"] is not None and facts["eval_after"] is not None:
         change = _evaluation(facts, facts["eval_before"], facts["eval_after"])
     elif first is not None and last is not None:
-        change = f"the reward {_change(first, last, 0.005 * max(abs(first), abs(last)), plain, 'rose')}"
+        change = f"the reward {_change(first, last, 0.005 * max(abs(first), abs(last)))}"
         if 0 < abs(last - first) < reward_noise(run.values("reward")):
             change = (
                 f"the reward went from {plain(first)} to {plain(last)}, which may be chance: single steps differ "
@@ -50,7 +46,7 @@ def headline(run: Run, facts: Facts) -> str:
             )
     elif (loss := facts["loss_last"]) is not None:
         first = facts["loss_first"]
-        change = f"the loss {_change(first, loss, 0.005 * max(abs(first), abs(loss)), plain, 'rose')}"
+        change = f"the loss {_change(first, loss, 0.005 * max(abs(first), abs(loss)))}"
     else:
         change = "no reward was recorded"
     opening = {
@@ -68,7 +64,7 @@ def _evaluation(facts: Facts, before: float, after: float) -> str:
     )
     if 0 < abs(after - before) < 2 * (facts["eval_error"] or 0.0):
         return f"the reward went from {plain(before)} to {plain(after)} {where}, which may be chance"
-    return f"the reward {_change(before, after, 1e-9, plain, 'rose')} {where}"
+    return f"the reward {_change(before, after, 1e-9)} {where}"
 
 
 def concerns(run: Run) -> list[str]:
@@ -143,10 +139,10 @@ def reward_noise(rewards: Sequence[float]) -> float:
     return 2 * deviation * sqrt(2 / end_window(len(rewards)))
 
 
-def _change(before: float, after: float, tolerance: float, say: Callable[[object], str], rise: str) -> str:
-    if abs(after - before) <= tolerance or say(before) == say(after):
-        return f"stayed at {say(after)}"
-    return f"{rise if after > before else 'fell'} from {say(before)} to {say(after)}"
+def _change(before: float, after: float, tolerance: float) -> str:
+    if abs(after - before) <= tolerance or plain(before) == plain(after):
+        return f"stayed at {plain(after)}"
+    return f"{'rose' if after > before else 'fell'} from {plain(before)} to {plain(after)}"
 
 
 def fidelity_sentence(run: Run, facts: Facts) -> str | None:

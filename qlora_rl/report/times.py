@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from statistics import fmean, median
 
 from .parts import Markup, join, section, table, tag
-from .quantities import ABSENT, octets, plain, seconds, share
+from .quantities import ABSENT, plain, seconds, share
 from .run import Run
 
 PARTS = (
@@ -15,18 +15,6 @@ PARTS = (
     "push to the sampler",
     "check of the push",
     "sampler sleeps and wakes",
-)
-PUSH_ROWS = (
-    "Pushes",
-    "Way",
-    "Size",
-    "Tensors",
-    "Export",
-    "Deliver",
-    "Load",
-    "Whole push",
-    "Its check",
-    "Mean difference of logprobs in its check (nats)",
 )
 
 
@@ -55,10 +43,6 @@ def draw_time(runs: Sequence[Run], names: Sequence[str]) -> Markup | None:
         ]  # fmt: skip
         content = [tag("div", *bars, class_="bars"), table(["Part of a step", *(name for name, *_ in timed)], rows)]
     content += _draw_overlap(runs, names)
-    pushes = [_push_facts(run) for run in runs]
-    kept = [row for row in zip(PUSH_ROWS, *pushes, strict=True) if set(row[1:]) != {ABSENT}]
-    if kept:
-        content += [tag("h3", "What a push is made of"), table(["Median of all pushes", *names], kept)]
     caption = "The median step, taken apart; of each part the median, and what is left of the step is the trainer's."
     return section("Time: where a step goes", caption, *content)
 
@@ -108,23 +92,3 @@ def _draw_overlap(runs: Sequence[Run], names: Sequence[str]) -> list[Markup]:
 
 def _share_ready(counts: Sequence[float]) -> float:
     return sum(count > 0 for count in counts) / len(counts)
-
-
-def _push_facts(run: Run) -> list[str]:
-    def middle(say: Callable[[object], str], name: str, column: str | None = None) -> str:
-        values = run.pushed(name) or (run.values(column) if column else [])
-        return say(median(values)) if values else ABSENT
-
-    modes = sorted({str(report["mode"]) for report in run.syncs if report.get("mode")})
-    return [
-        f"{len(run.syncs):,}" if run.syncs else ABSENT,
-        ", ".join(modes) or ABSENT,
-        middle(octets, "bytes", "sync_bytes"),
-        middle(plain, "tensors"),
-        middle(seconds, "export_seconds"),
-        middle(seconds, "deliver_seconds"),
-        middle(seconds, "load_seconds"),
-        middle(seconds, "seconds", "sync_seconds"),
-        middle(seconds, "canary_seconds"),
-        middle(plain, "canary_difference"),
-    ]

@@ -110,26 +110,30 @@ def _made(kind: type, name: str, arguments: dict[str, Any]) -> Callable[..., Any
     return made
 
 
-def _with_arguments(function: Callable[..., Any], name: str, arguments: dict[str, Any]) -> Callable[..., Any]:
+def parameters_of(function: Callable[..., Any]) -> tuple[list[str] | None, list[str]]:
+    """Arguments of a reward function besides TRL's, `None` where it takes any; and those that one of ours needs: it has
+    them behind a star, and all others are the dataset's columns."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # written in C: it says nothing about itself
         parameters = []
-    takes_any = not parameters or any(each.kind is each.VAR_KEYWORD for each in parameters)
-    known = [each.name for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    is_built_in = str(getattr(function, "__module__", "")).startswith(
-        f"{__package__}."
-    )  # their other arguments are the dataset's columns
-    unknown = sorted(arguments.keys() - set(known)) if is_built_in or not takes_any else []
+    is_ours = str(getattr(function, "__module__", "")).startswith(f"{__package__}.")
+    if not parameters or (not is_ours and any(each.kind is each.VAR_KEYWORD for each in parameters)):
+        return None, []
+    named = [each for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    needed = [each.name for each in named if is_ours and each.kind is each.KEYWORD_ONLY and each.default is each.empty]
+    return [each.name for each in named if each.name not in OF_REWARDS], needed
+
+
+def _with_arguments(function: Callable[..., Any], name: str, arguments: dict[str, Any]) -> Callable[..., Any]:
+    known, needed = parameters_of(function)
+    unknown = [] if known is None else sorted(arguments.keys() - set(known))
     if unknown:
         raise ConfigConflictError(
-            f"{_DOING}: {name!r} takes no {', '.join(map(repr, unknown))}. It takes {', '.join(known) or 'nothing'}."
+            f"{_DOING}: {name!r} takes no {', '.join(map(repr, unknown))}. It takes "
+            f"{', '.join(known or ()) or 'nothing'}."
         )
-    missing = [
-        each.name
-        for each in parameters
-        if is_built_in and each.kind is each.KEYWORD_ONLY and each.default is each.empty and each.name not in arguments
-    ]
+    missing = [each for each in needed if each not in arguments]
     if missing:
         raise ConfigConflictError(
             f"{_DOING}: {name!r} needs {', '.join(missing)}. Give it as an argument, or write a function of your own "

@@ -3,7 +3,6 @@ not need."""
 
 from __future__ import annotations
 
-import http.client
 import json
 import logging
 import os
@@ -12,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -40,7 +38,6 @@ def program_match(
     column: str = "tests",
     timeout_s: float = 5.0,
     memory_mib: int = 256,
-    sandbox: str | None = None,
     **columns: Any,
 ) -> list[float | None]:
     """1 where the program in the completion passes its tests; else 0.
@@ -64,8 +61,6 @@ def program_match(
         column: of the dataset, which holds the tests.
         timeout_s: for one program and all of its tests, in seconds.
         memory_mib: that each of its processes may take, in MiB; two run at a time.
-        sandbox: address of a server that speaks as SandboxFusion does (`http://localhost:8080`), to run the programs
-            there. All Python tests then share the program's interpreter.
         columns: what TRL passes: the dataset's columns and more, B values each.
 
     Returns:
@@ -74,17 +69,14 @@ def program_match(
     Raises:
         ConfigConflictError: tests of another form.
         NotYetSupportedError: this machine cannot take from a process what a program must not have.
-        RewardFunctionError: the judging process, or the sandbox, has failed.
+        RewardFunctionError: the judging process has failed.
     """
     rows = references(columns, column, len(completions))
     tests = [_tests_of(each, column) for each in rows]
-    if sandbox is None:
-        tell_modes(rows, column)
+    tell_modes(rows, column)
     with ThreadPoolExecutor(max(1, min(len(completions), os.cpu_count() or 1))) as pool:
         programs = [program_of(text_of(each)) for each in completions]
-        verdicts = list(
-            pool.map(lambda program, test: _judged(program, test, timeout_s, memory_mib, sandbox), programs, tests)
-        )
+        verdicts = list(pool.map(lambda program, test: _judged(program, test, timeout_s, memory_mib), programs, tests))
     if None in verdicts:
         _say_once(
             "some tests ask nothing of the program, and give no reward: call what is to be tested, as in check(add)."
@@ -162,11 +154,9 @@ def _needs_objects(tests: _Tests) -> bool:
     return isinstance(tests, str) and objects_needed(tests) is not None
 
 
-def _judged(program: str, tests: _Tests, timeout_s: float, memory_mib: int, sandbox: str | None) -> float | None:
+def _judged(program: str, tests: _Tests, timeout_s: float, memory_mib: int) -> float | None:
     if tests is None:
         return None
-    if sandbox is not None:
-        return float(passes_elsewhere(sandbox, program, tests, timeout_s, memory_mib)) if tests else None
     said = _asked(program, tests, timeout_s, memory_mib)
     if "active" not in said["isolation"].values():
         reasons = "; ".join(f"{means}: {reason}" for means, reason in said["isolation"].items())
@@ -256,73 +246,3 @@ def _say_once(text: str, *values: object) -> None:
     if text not in _SAID:
         _SAID.add(text)
         logger.warning(text, *values)
-
-
-_LONGEST = 64 * 2**20  # bytes of an answer
-_START_S = 30.0  # for the sandbox to start, beyond the time of a program
-_TOGETHER = """
-import sys
-sys.modules["program"] = sys.modules["__main__"]
-exec(compile({program!r}, "program.py", "exec", dont_inherit=True), globals())
-exec(compile({tests!r}, "tests", "exec", dont_inherit=True), globals())
-print({sentinel!r})
-"""
-
-
-def passes_elsewhere(
-    address: str, program: str, tests: str | list[tuple[str, str]], timeout_s: float, memory_mib: int
-) -> bool:
-    """Whether a program passes its tests in the sandbox at this address, asked as SandboxFusion speaks
-    (`POST /run_code`).
-
-    Python tests run in the program's interpreter, behind a random word; a program can change what tests it.
-
-    Raises:
-        RewardFunctionError: the sandbox cannot be reached, or has failed itself.
-    """
-    if isinstance(tests, str):
-        sentinel = os.urandom(16).hex()
-        code = _TOGETHER.format(program=program, tests=tests, sentinel=sentinel)
-        said = _run(address, code, "", timeout_s, memory_mib)
-        return said is not None and said.rstrip().endswith(sentinel)
-    for text, wanted in tests:
-        said = _run(address, program, text, timeout_s, memory_mib)
-        if said is None or lines(said) != lines(wanted):
-            return False
-    return True
-
-
-def lines(text: str) -> list[str]:
-    """White space at the ends of lines, and behind the last one, is no difference."""
-    return [each.rstrip() for each in text.rstrip().split("\n")]
-
-
-def _run(address: str, code: str, stdin: str, timeout_s: float, memory_mib: int) -> str | None:
-    """What it has written, where it has ended well."""
-    asked = {
-        "code": code,
-        "stdin": stdin,
-        "language": "python",
-        "run_timeout": timeout_s,
-        "memory_limit_MB": memory_mib,
-    }
-    try:
-        request = urllib.request.Request(
-            f"{address.rstrip('/')}/run_code", json.dumps(asked).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=timeout_s + _START_S) as answer:
-            said: dict[str, Any] = json.loads(answer.read(_LONGEST))
-        status, result = said["status"], dict(said.get("run_result") or {})
-        if status == "Success" and result.get("return_code") is None:
-            raise ValueError("Success without a return_code")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, http.client.HTTPException) as error:
-        raise RewardFunctionError(
-            f"running programs: the sandbox at {address} gives no answer that can be read "
-            f"({type(error).__name__}: {error}). Is it running, and does it speak as SandboxFusion does?"
-        ) from error
-    if status not in ("Success", "Failed"):
-        raise RewardFunctionError(
-            f"running programs: the sandbox at {address} has failed: {status}, {said.get('message')}"
-        )
-    is_well = status == "Success" and result.get("status") == "Finished" and result.get("return_code") == 0
-    return str(result.get("stdout") or "") if is_well else None

@@ -25,7 +25,7 @@ import torch
 from qlora_rl.adapter.live import LiveAdapter
 from qlora_rl.base.fingerprint import digest_bytes
 from qlora_rl.base.model_classes import drops, image_tokens_of
-from qlora_rl.contracts import AdapterBundle, GaugedEngine, Leaf, ReplicatedEngine, RolloutEngine, module_of
+from qlora_rl.contracts import AdapterBundle, Leaf, ReplicatedEngine, RolloutEngine, module_of
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import CanaryError, ConfigConflictError
 from qlora_rl.sharded_tensors import is_sharded
@@ -377,8 +377,6 @@ class Canary:
         if self._ours_bare is not None:
             self._effect = min(ranks().gather(_distance(ours, self._ours_bare), "comparing logprobs"))
         self._scores += 1
-        if isinstance(self.engine, GaugedEngine):
-            self.engine.note_canary(difference)
         if difference <= self.threshold:
             self._must_score = False
             return difference

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from qlora_rl.adapter.inspected import bare_model
+from qlora_rl.adapter.inspected import bare_model, is_bare
 from qlora_rl.base.attention.choice import attention_for
 from qlora_rl.base.quant import dequantised_weight, require_bitsandbytes
 from qlora_rl.sharded_tensors import is_sharded, shape_of
@@ -90,7 +90,8 @@ def as_trained(model: Any, autocast: torch.dtype | None) -> AbstractContextManag
 def as_engine(model: Any, autocast: torch.dtype | None, name: str) -> AbstractContextManager[Any] | None:
     """Within it a model rounds as an engine does; `None` where both round alike.
 
-    By autocast to another 16-bit dtype; as the weights are to float32. 4-bit linears of a base in float16 multiply in
+    By autocast to another 16-bit dtype; as the weights are to float32. Weights that are trained in float32 are rounded,
+    those of norms and embeddings too, which autocast leaves alone. 4-bit linears of a base in float16 multiply in
     bfloat16, as vLLM's bitsandbytes layers do.
 
     Args:
@@ -99,11 +100,41 @@ def as_engine(model: Any, autocast: torch.dtype | None, name: str) -> AbstractCo
         name: of the engine's dtype.
     """
     dtype, own = getattr(torch, name), bare_model(model).dtype
+    if is_bare(model) and own == torch.float32 and dtype in _HALF:
+        return _with_rounded_weights(model, dtype)
     if (autocast or own) != dtype:
         return as_trained(model, None if own == dtype or dtype not in _HALF else dtype)
     bnb = require_bitsandbytes()
     linears = [module for module in model.modules() if isinstance(module, bnb.nn.Linear4bit)]
     return _in_bfloat16(linears) if linears and dtype == torch.float16 else None
+
+
+@contextmanager
+def _with_rounded_weights(model: Any, dtype: torch.dtype) -> Iterator[None]:
+    """Each module rounds its float32 weights to `dtype` while it computes, so that only its own are there twice."""
+    own: dict[Any, dict[str, Any]] = {}
+
+    def round_weights(module: Any, *_: Any) -> None:
+        own[module] = dict(module._parameters)
+        for name, weight in own[module].items():
+            if weight is not None and weight.dtype == torch.float32:
+                module._parameters[name] = torch.nn.Parameter(weight.detach().to(dtype), requires_grad=False)
+
+    def restore(module: Any, *_: Any) -> None:
+        module._parameters.update(own.pop(module, {}))
+
+    hooks = []
+    for module in model.modules():
+        if module._parameters and module is not model:
+            hooks.append(module.register_forward_pre_hook(round_weights))
+            hooks.append(module.register_forward_hook(restore, always_call=True))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module in list(own):
+            restore(module)
 
 
 @contextmanager

@@ -25,13 +25,10 @@ BYTE_WAYS = {
 # How full weights are sent, as the end of a sentence.
 DENSE_WAYS = {
     "stream": "streamed into an engine on the baked base, in this process",
-    "directory": "written into a directory that the server on the baked base sees too, which loads it when all is "
-    "there",
-    "http": "sent in requests to a server on the baked base, which loads it when all is there",
+    "http": "sent to a server on the baked base, in requests or through a directory that both see, which loads it when "
+    "all is there",
     "object_store": "sent through Ray's object store, in parts, to actors on the baked base, which load it when all is "
     "there",
-    "gloo": "sent to the server's worker over TCP (gloo)",
-    "nccl": "sent to the server's worker from GPU to GPU (NCCL)",
 }
 
 

@@ -87,7 +87,7 @@ class AdapterSync:
                 self.shared.look_everywhere()  # a base that was written to can be why, and then is what to name
             raise
         verified = time.perf_counter()
-        self.transport.commit()
+        self.transport.commit(self._pushed)
         self.after = version  # a server that is restarted says 0 until it has this one again
         self._adapter.forget()
         return SyncReport(
@@ -121,11 +121,11 @@ class AdapterSync:
             return
         self.transport.deliver(probe, version, self.engine)
         self.canary.check_probe(probe)
-        self.transport.revoke(self.engine)
+        self.transport.revoke(self.engine, version)
 
     def _take_back(self, version: int) -> None:
         try:
-            self.transport.revoke(self.engine)
+            self.transport.revoke(self.engine, version)
         except BaseException:
             logger.exception(
                 "version %d could not be taken back; the engine serves nothing until the next push", version

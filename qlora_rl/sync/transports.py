@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qlora_rl.adapter.store import AdapterStore, pack_adapter, read_tensors, unpack_adapter
-from qlora_rl.contracts import AdapterSource, ByteEngine, Delivery, RolloutEngine
+from qlora_rl.contracts import AdapterBundle, AdapterSource, ByteEngine, Delivery, RolloutEngine
 from qlora_rl.sync.in_place import InPlaceTransport
 from qlora_rl.versions import Versions
 
@@ -53,21 +53,20 @@ class DirectoryTransport:
         self.store.retire()
         return Delivery(self.name, bundle.nbytes, written - started, loaded - written)
 
-    def commit(self) -> None:
+    def commit(self, pushed: AdapterBundle | None = None) -> None:
         """Nothing to do: it is already on disk."""
 
-    def revoke(self, engine: RolloutEngine) -> None:
-        """Have the engine serve the version before the newest (the bare base before the first), and remove the
-        newest."""
-        newest, _ = self._live.newest
-        self._live = self._live.without_newest()  # also where this fails: the newest must not serve again
-        try:
-            if self._live:
-                engine.load_adapter(*self._live.newest)
-            else:
-                engine.drop_adapter()
-        finally:
+    def revoke(self, engine: RolloutEngine, version: int) -> None:
+        """Have the engine serve the version before `version` (the bare base before the first), and remove that; can be
+        repeated."""
+        if self._live and self._live.newest[1] == version:
+            newest, _ = self._live.newest
+            self._live = self._live.without_newest()  # also where this fails: the newest must not serve again
             self.store.withdraw(newest)
+        if self._live:
+            engine.load_adapter(*self._live.newest)
+        else:
+            engine.drop_adapter()
 
     def before(self) -> tuple[int, Mapping[str, torch.Tensor]] | None:
         """The version before the newest, and its tensors; `None` where there is none."""
@@ -120,12 +119,13 @@ class BytesTransport:
             raise
         return Delivery(self.name, len(blob), packed - started, time.perf_counter() - packed)
 
-    def commit(self) -> None:
+    def commit(self, pushed: AdapterBundle | None = None) -> None:
         """Nothing: the server keeps its own copy."""
 
-    def revoke(self, engine: ByteEngine) -> None:
-        """Have the engine serve the version before the newest, or the bare base before the first."""
-        self._live = self._live.without_newest()  # also where this fails: the newest must not serve again
+    def revoke(self, engine: ByteEngine, version: int) -> None:
+        """Have the engine serve the version before `version`, or the bare base before the first; can be repeated."""
+        if self._live and self._live.newest[1] == version:
+            self._live = self._live.without_newest()  # also where this fails: the newest must not serve again
         if self._live:
             engine.load_packed(*self._live.newest)
         else:

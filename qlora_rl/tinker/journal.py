@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sqlite3
 import threading
 import time
@@ -16,7 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from qlora_rl.errors import ConfigConflictError
+from qlora_rl.errors import ConfigConflictError, RunDirectoryError
+from qlora_rl.locks import hold
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS sessions (id TEXT PRIMARY KEY, owner TEXT, ended INTEGER DEFAULT 0);
@@ -41,12 +43,29 @@ class Journal:
     """The tables; each method is one transaction, on disk when it returns.
 
     Args:
-        file: of SQLite; made where there is none.
+        directory: of one server at a time; made where there is none.
+
+    Raises:
+        RunDirectoryError: another server uses the directory.
     """
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, directory: Path) -> None:
+        self.directory, pid = directory, directory / "pid"
+        directory.mkdir(parents=True, exist_ok=True)
+        directory.chmod(0o700)  # also where it was there
+        try:
+            self._held = hold(directory, alone=True)
+        except BlockingIOError as error:
+            holder = pid.read_text() if pid.exists() else "unknown"
+            raise RunDirectoryError(
+                f"starting the server: {directory} is used by another one (process {holder}). Stop that one, or take "
+                "another --dir."
+            ) from error
+        pid.write_text(str(os.getpid()))
         self._lock = threading.RLock()
-        self._db = sqlite3.connect(file, check_same_thread=False)
+        tables = directory / "journal.sqlite"
+        tables.touch(0o600)
+        self._db = sqlite3.connect(tables, check_same_thread=False)
         self._db.row_factory = sqlite3.Row
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=FULL")
@@ -116,29 +135,45 @@ class Journal:
             )
         return False
 
-    def finish(self, model: str, seq: int, state: str, form: str, result: bytes, saved: str | None = None) -> None:
+    def finish(
+        self,
+        model: str,
+        seq: int,
+        state: str,
+        form: str,
+        result: bytes,
+        saved: str | None = None,
+        *,
+        is_needed: bool = False,
+    ) -> None:
         """Note what came of a request; with `saved`, that the model's state up to it is in that directory.
 
         Args:
             state: "done"; "failed", which may have dropped gradients; or "void", which has changed nothing.
+            is_needed: its body is, until a state is saved: it has changed what is in memory alone.
         """
         with self._lock, self._db:
-            self._change("requests", {"model": model, "seq": seq}, {"state": state, "form": form, "result": result})
+            noted = {"state": state, "form": form, "result": result}
+            noted |= {} if is_needed else {"body": b""}
+            self._change("requests", {"model": model, "seq": seq}, noted)
             fields: Row = {"done": seq, "used": time.time()}
             if saved is not None:
                 fields |= {"state": saved, "applied": seq}
                 self._db.execute(
-                    "UPDATE requests SET body = '' WHERE model = ? AND seq <= ? "
+                    "UPDATE requests SET body = x'' WHERE model = ? AND seq <= ? "
                     "AND seq > (SELECT applied FROM models WHERE id = ?)",
                     (model, seq, model),
                 )
-                self._db.execute("DELETE FROM requests WHERE model = ? AND seq < ?", (model, seq - _RESULTS))
+            self._db.execute(
+                "DELETE FROM requests WHERE model = ? AND seq < ? AND length(body) = 0", (model, seq - _RESULTS)
+            )
             self._change("models", {"id": model}, fields)
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, and let go of the directory."""
         with self._lock:
             self._db.close()
+        os.close(self._held)
 
     def _change(self, table: str, where: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
         self._db.execute(

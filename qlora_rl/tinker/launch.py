@@ -15,8 +15,9 @@ import uvicorn
 from qlora_rl.base.checkpoint import open_base
 from qlora_rl.engine.server import bind, check_host, read_or_make_key
 from qlora_rl.stages import begin
+from qlora_rl.tinker.journal import Journal
 from qlora_rl.tinker.routes import KeyGate, make_app
-from qlora_rl.tinker.service import Service
+from qlora_rl.tinker.service import LAPSE_S, Service
 from qlora_rl.train.adapters import Adapters
 
 KEY_PREFIX = "tml-"  # without it the client sends nothing
@@ -32,6 +33,7 @@ def serve_adapters(
     model_name: str | None = None,
     max_body_mib: float = 64.0,
     checkpoint_every: int = 1,
+    client_timeout_s: float = LAPSE_S,
     ready_file: str | os.PathLike[str] | None = None,
     **options: Any,
 ) -> None:
@@ -47,6 +49,7 @@ def serve_adapters(
         model_name: that clients call the base; by default its directory, from which their tokenizer is loaded.
         max_body_mib: largest request.
         checkpoint_every: optimizer steps of a model from one saved state to the next.
+        client_timeout_s: without a sign of life, until the adapters of a client's session leave memory.
         ready_file: is written when the server answers: JSON with url, key_file, pid.
         options: of `Adapters`, and of its engine.
 
@@ -57,18 +60,20 @@ def serve_adapters(
     """
     root = Path(directory)
     check_host(host, Path(api_key_files[0]) if api_key_files else None)
-    root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    journal = Journal(root)  # before vLLM is loaded: the directory may be another server's
     keys = [read_or_make_key(Path(file), KEY_PREFIX) for file in api_key_files or [root / "api-key"]]
     path = open_base(base, verify=False).path
     sock = bind(host, port)
     url = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
     begin(f"starting vLLM on {base}")
     with Adapters(path, **options) as adapters:
-        service = Service(adapters, root, model_name or str(path), checkpoint_every)
+        service = Service(adapters, journal, model_name or str(path), checkpoint_every, client_timeout_s)
         try:
-            app = make_app(service, str(path), url)
+            app = make_app(service, str(path))
             gate = KeyGate(app, [key for _, key in keys], int(max_body_mib * 2**20))
-            server = _Server(uvicorn.Config(gate, log_level="warning", lifespan="off", timeout_graceful_shutdown=5))
+            # h11 bounds the headers, which are read before the key is known.
+            config = uvicorn.Config(gate, http="h11", log_level="warning", lifespan="off", timeout_graceful_shutdown=5)
+            server = _Server(config)
             server.about = {"url": url, "key_file": str(keys[0][0]), "pid": os.getpid(), "model": service.model_name}
             server.ready_file = ready_file
             server.run(sockets=[sock])

@@ -110,6 +110,8 @@ class PassRequest:
             sent.ParseFromString(body)
         except message.DecodeError as error:
             raise ValueError(f"the body is no request of Tinker's client: {error}") from error
+        if len(sent.model_id) > 512:
+            raise ValueError("the body is no request of Tinker's client: it names no model")
         size = sum(len(chunk.text.tokens) for datum in sent.data for chunk in datum.chunks)
         size += sum(len(each.value.dense) for datum in sent.data for each in datum.inputs)
         if size // 4 > (most := min(_MOST_VALUES, 8 * MOST_ROWS * longest)):

@@ -7,6 +7,7 @@ import datetime
 import hashlib
 import hmac
 import json
+import queue
 import secrets
 import sqlite3
 import time
@@ -14,8 +15,10 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, FastAPI, HTTPException, Request, Response
 from fastapi.concurrency import run_in_threadpool
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat
+from starlette.exceptions import HTTPException as StarletteError
 
 from qlora_rl.contracts import SamplingSpec
 from qlora_rl.engine.server import Gate
@@ -28,15 +31,33 @@ _POLL_S = 20.0
 _URLS_S = 3600
 FILES = "/files/"
 MOST_SAMPLES = 1024
+# Of a body that is JSON: when it is read it takes up to 25 times as much.
+_MOST_JSON_BYTES = 2**22
+_MOST_METADATA, _MOST_SAID = 2**16, 2000
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
+Text = Annotated[str, Field(max_length=1024)]
 Seq = Annotated[int, Field(ge=0, lt=2**53)]
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+def _small(given: dict[str, Any]) -> dict[str, Any]:
+    try:
+        size = len(json.dumps(given))
+    except RecursionError as error:
+        raise ValueError("it is too deep") from error
+    if size > _MOST_METADATA:
+        raise ValueError(f"at most {_MOST_METADATA} bytes are kept")
+    return given
+
+
+Metadata = Annotated[dict[str, Any], AfterValidator(_small)]
 
 
 class _Body(BaseModel):
     """What is not known is an error, rather than left out without a word."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
-    type: str | None = None
+    type: Text | None = None
 
 
 class _Open(BaseModel):
@@ -48,13 +69,11 @@ class _Open(BaseModel):
 class SessionBody(_Open):
     """`create_session`."""
 
-    user_metadata: dict[str, Any] | None = None
-
 
 class HeartbeatBody(_Body):
     """`session_heartbeat`."""
 
-    session_id: str
+    session_id: Text
 
 
 class LoraBody(BaseModel):
@@ -78,10 +97,10 @@ class OptimizerBody(BaseModel):
 class CreateBody(_Body):
     """`create_model`."""
 
-    session_id: str
+    session_id: Text
     model_seq_id: Seq
-    base_model: str
-    user_metadata: dict[str, Any] | None = None
+    base_model: Text
+    user_metadata: Metadata | None = None
     lora_config: LoraBody | None = None
     optimizer_config: OptimizerBody = OptimizerBody()
 
@@ -101,7 +120,7 @@ class AdamBody(BaseModel):
 class StepBody(_Body):
     """`optim_step`."""
 
-    model_id: str
+    model_id: Text
     seq_id: Seq
     adam_params: AdamBody
 
@@ -109,12 +128,12 @@ class StepBody(_Body):
 class SaveBody(_Body):
     """`save_weights` and its two siblings."""
 
-    model_id: str
+    model_id: Text
     seq_id: Seq
     path: Name | None = None
     ttl_seconds: int | None = Field(default=None, ge=1, le=10 * 366 * 86400)
     overwrite: bool = False
-    user_metadata: dict[str, str] | None = None
+    user_metadata: Metadata | None = None
     sampling_session_seq_id: Seq | None = None
     kind: Literal["snapshot"] = "snapshot"
     age_encryption_recipients: None = None
@@ -123,13 +142,13 @@ class SaveBody(_Body):
 class LoadBody(_Body):
     """`load_weights`, into a model that there is, or as a new one."""
 
-    model_id: str | None = None
+    model_id: Text | None = None
     seq_id: Seq | None = None
-    session_id: str | None = None
+    session_id: Text | None = None
     model_seq_id: Seq | None = None
-    base_model: str | None = None
-    user_metadata: dict[str, Any] | None = None
-    path: str
+    base_model: Text | None = None
+    user_metadata: Metadata | None = None
+    path: Text
     optimizer: bool
     optimizer_config: OptimizerBody | None = None
     weights_access_token: None = None
@@ -138,10 +157,10 @@ class LoadBody(_Body):
 class SamplerBody(_Body):
     """`create_sampling_session`."""
 
-    session_id: str
+    session_id: Text
     sampling_session_seq_id: Seq
-    base_model: str | None = None
-    model_path: str | None = None
+    base_model: Text | None = None
+    model_path: Text | None = None
 
 
 class ChunkBody(BaseModel):
@@ -149,7 +168,7 @@ class ChunkBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     type: Literal["encoded_text"] = "encoded_text"
-    tokens: list[Annotated[int, Field(ge=0, lt=2**31)]]
+    tokens: list[Token]
 
 
 class InputBody(BaseModel):
@@ -163,11 +182,11 @@ class ParamsBody(BaseModel):
     """How to sample."""
 
     model_config = ConfigDict(extra="forbid")
-    max_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
     seed: int | None = Field(default=None, ge=0, lt=2**63)
-    stop: str | list[str] | list[int] | None = None
+    stop: Text | Annotated[list[Text] | list[Token], Field(max_length=256)] | None = None
     temperature: FiniteFloat = Field(default=1.0, ge=0)
-    top_k: int = Field(default=-1, ge=-1)
+    top_k: int = Field(default=-1, ge=-1, lt=2**31)
     top_p: FiniteFloat = Field(default=1.0, gt=0, le=1)
 
 
@@ -177,7 +196,7 @@ class SampleBody(_Body):
     num_samples: int = Field(default=1, ge=1, le=MOST_SAMPLES)
     prompt: InputBody
     sampling_params: ParamsBody
-    sampling_session_id: str
+    sampling_session_id: Text
     seq_id: Annotated[int, Field(ge=0, lt=2**63)]
     prompt_logprobs: bool | None = None
     prompt_logprobs_last_n: int | None = Field(default=None, ge=1)
@@ -218,20 +237,20 @@ class SampleBody(_Body):
 class FutureBody(_Body):
     """`retrieve_future`."""
 
-    request_id: str
+    request_id: Text
     allow_metadata_only: bool = False
 
 
 class InfoBody(_Body):
     """`get_info`."""
 
-    model_id: str
+    model_id: Text
 
 
 class PathBody(_Body):
     """`weights_info`."""
 
-    tinker_path: str
+    tinker_path: Text
 
 
 class KeyGate(Gate):
@@ -248,6 +267,10 @@ class KeyGate(Gate):
         super().__init__(app, keys[0], max_body_bytes)
         self._owners = {hashlib.sha256(key.encode()).digest(): owner_of(key) for key in keys}
 
+    def _limit(self, scope: Any) -> int:
+        is_pass = scope["path"] == "/api/v1/forward_backward"
+        return self.max_body_bytes if is_pass else min(_MOST_JSON_BYTES, self.max_body_bytes)
+
     def _knows(self, scope: Any) -> bool:
         if scope["path"].startswith(FILES):
             return True
@@ -263,35 +286,32 @@ def owner_of(key: str) -> str:
     return hashlib.sha256(b"owner " + key.encode()).hexdigest()[:16]
 
 
-def make_app(service: Service, tokenizer: str, url: str) -> FastAPI:
+def make_app(service: Service, tokenizer: str) -> FastAPI:
     """The app, without its gate.
 
     Args:
         tokenizer: from where clients on this machine load it.
-        url: of the server, for signed URLs.
     """
     app = FastAPI(title="qlora-rl tinker", docs_url=None, redoc_url=None, openapi_url=None)
-    app.include_router(_Api(service, tokenizer, url).router())
+    app.include_router(_Api(service, tokenizer).router())
 
-    @app.exception_handler(LookupError)
-    def unknown(request: Request, error: LookupError) -> JSONResponse:
-        return JSONResponse({"error": str(error).strip("'\""), "category": "user"}, 404)
+    def answers(status: int, *kinds: Any, category: str = "user") -> None:
+        def answer(request: Request, error: Exception) -> JSONResponse:
+            return JSONResponse({"error": _said(error), "category": category}, getattr(error, "status_code", status))
 
-    @app.exception_handler(ConfigConflictError)
-    @app.exception_handler(ValueError)
-    def wrong(request: Request, error: Exception) -> JSONResponse:
-        return JSONResponse({"error": str(error), "category": "user"}, 422)
+        for kind in kinds:
+            app.add_exception_handler(kind, answer)
 
-    @app.exception_handler(sqlite3.Error)
-    def unwritten(request: Request, error: sqlite3.Error) -> JSONResponse:  # the client asks again
-        return JSONResponse({"error": f"the journal cannot be used: {error}", "category": "server"}, 503)
-
+    answers(404, LookupError, StarletteError)
+    answers(422, ConfigConflictError, ValueError, RequestValidationError)
+    answers(429, queue.Full)  # the client waits a little
+    answers(503, sqlite3.Error, category="server")  # the client asks again
     return app
 
 
 class _Api:
-    def __init__(self, service: Service, tokenizer: str, url: str) -> None:
-        self._service, self._tokenizer, self._url = service, tokenizer, url
+    def __init__(self, service: Service, tokenizer: str) -> None:
+        self._service, self._tokenizer = service, tokenizer
         self._signing = secrets.token_bytes(32)
 
     def router(self) -> APIRouter:
@@ -353,7 +373,7 @@ class _Api:
         return {"status": "accepted"}  # and thrown away
 
     def create_session(self, body: SessionBody, request: Request) -> dict[str, Any]:
-        session = self._service.begin_session(request.state.owner, body.user_metadata)
+        session = self._service.begin_session(request.state.owner)
         return {"type": "create_session", "session_id": session}
 
     def session_heartbeat(self, body: HeartbeatBody, request: Request) -> dict[str, str]:
@@ -362,8 +382,7 @@ class _Api:
         return {"type": "session_heartbeat"}
 
     def finish(self, session: str, request: Request) -> dict[str, Any]:
-        self._service.session(session, request.state.owner)
-        self._service.journal.change("sessions", {"id": session}, ended=1)
+        self._service.end_session(session, request.state.owner)
         return {}
 
     def create_model(self, body: CreateBody, request: Request) -> dict[str, Any]:
@@ -405,7 +424,8 @@ class _Api:
 
     def _pass(self, body: bytes, owner: str) -> tuple[str, int]:
         asked = PassRequest.parse(body, self._service.adapters.max_model_length)
-        return self._service.submit(asked.model_id, owner, asked.seq_id, "pass", body)
+        kind = "forward" if asked.forward_only else "pass"
+        return self._service.submit(asked.model_id, owner, asked.seq_id, kind, body)
 
     def optim_step(self, body: StepBody, request: Request) -> dict[str, Any]:
         return self._submit(body, request, "optim_step", body.adam_params.model_dump())
@@ -503,8 +523,6 @@ class _Api:
         }
 
     def checkpoints(self, model: str, request: Request) -> dict[str, Any]:
-        self._service.model(model, request.state.owner)
-        rows = self._service.journal.rows("saved", order="made", model=model, owner=request.state.owner)
         return {
             "checkpoints": [
                 {
@@ -516,7 +534,7 @@ class _Api:
                     "user_metadata": json.loads(row["metadata"]),
                     "expires_at": _time(row["expires"]) if row["expires"] else None,
                 }
-                for row in rows
+                for row in self._service.checkpoints(model, request.state.owner)
             ]
         }
 
@@ -530,8 +548,10 @@ class _Api:
             raise ConfigConflictError(f"downloading: {path} was saved for this server. Use save_weights_external.")
         directory = self._service.saved(path, request.state.owner)["directory"]
         expires = int(time.time()) + _URLS_S
-        start = f"{self._url}{FILES}{directory}/{expires}/{self._signature(directory, expires)}/"
-        files = sorted(file.name for file in (self._service.root / "stored" / directory).iterdir())
+        start = f"{request.base_url}{FILES[1:]}{directory}/{expires}/{self._signature(directory, expires)}/"
+        files = sorted(file.name for file in (self._service.root / "stored" / directory).glob("*"))
+        if not files:
+            raise LookupError(f"the files of {path!r} are gone")
         return {"urls": {file: start + file for file in files}, "expires": _time(expires)}
 
     def _signature(self, directory: str, expires: int) -> str:
@@ -549,6 +569,20 @@ class _Api:
     def nothing(self, path: str) -> Response:
         error = f"{path!r} is not offered here; docs/adapters-server.md says what is"
         return JSONResponse({"error": error, "category": "user"}, 404)
+
+
+def _said(error: Exception) -> str:
+    """What is wrong, without what was sent, which may be large, or no JSON."""
+    if isinstance(error, RequestValidationError):
+        found = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()[:8]]
+        said = "reading the body: " + "; ".join(found)
+    elif isinstance(error, StarletteError):
+        said = str(error.detail)
+    elif isinstance(error, sqlite3.Error):
+        said = f"the journal cannot be used: {error}"
+    else:
+        said = str(error).strip("'\"")
+    return said[:_MOST_SAID].encode(errors="replace").decode()
 
 
 def _time(seconds: float) -> str:

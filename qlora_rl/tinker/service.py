@@ -11,15 +11,16 @@ import hashlib
 import json
 import logging
 import os
+import queue
 import secrets
 import shutil
+import sqlite3
 import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from qlora_rl.contracts import Rollout, SamplingSpec
@@ -29,11 +30,9 @@ from qlora_rl.errors import (
     EngineClosedError,
     QloraRLError,
     RolloutCancelledError,
-    RunDirectoryError,
     SyncError,
     VersionGoneError,
 )
-from qlora_rl.locks import hold
 from qlora_rl.tinker.journal import Journal, Row, metadata_of
 from qlora_rl.tinker.messages import PassRequest, pack_passed, pack_sampled
 from qlora_rl.train.adapters import Adapters
@@ -46,11 +45,21 @@ KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights"
 KEPT_SAMPLERS = 8
 # Results of sampling that are kept: how many, and bytes. What is gone is sampled again when a client asks.
 _RESULTS, _RESULT_BYTES = 4096, 2**28
+# Tokens of prompts of one client that wait to be sampled, and what a request counts on top of its prompt.
+_MOST_WAITING, _REQUEST_TOKENS = 2**21, 256
+# Characters of an error.
+_MOST_SAID = 4000
 # Until a request is given up because one with a smaller number has not come.
 GAP_S = 60.0
+# Without a sign of life of its client, until a session's models leave memory; the client sends one every 10 s.
+LAPSE_S = 120.0
 # Until a request whose result could not be noted is computed again.
 _RETRY_S = 5.0
+# From one look at checkpoints that may have expired to the next, in turns in which nothing else is to be done.
+_SWEEP_S = 60.0
 _SAMPLING_THREADS = 16
+# What changes weights or gradients, with its states: it is made again after a model was read from disk.
+_MADE_AGAIN = {("pass", "done"), ("optim_step", "done"), ("optim_step", "failed")}
 # Requests after whose failure a model is read from disk again: they may have changed what is in memory.
 _CHANGES = ("create_model", "open_model", "optim_step", "load_weights")
 
@@ -90,36 +99,30 @@ class Service:
 
     Args:
         adapters: on the base.
-        root: directory of the journal and of everything that is saved; one server's at a time.
+        journal: in whose directory everything is saved, too; it is closed with this.
         model_name: that clients call the base.
         every: optimizer steps from one saved state to the next; those behind the last one are computed again after the
             server was killed.
-
-    Raises:
-        RunDirectoryError: another server uses the directory.
+        lapse_s: without a sign of life of its client, until what a session holds in memory and in the engine is freed.
     """
 
-    def __init__(self, adapters: Adapters, root: Path, model_name: str, every: int = 1) -> None:
-        self.adapters, self.root, self.model_name, self.every = adapters, root, model_name, every
-        root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        try:
-            self._lock = hold(root, alone=True)
-        except BlockingIOError as error:
-            holder = (root / "pid").read_text() if (root / "pid").exists() else "unknown"
-            raise RunDirectoryError(
-                f"starting the server: {root} is used by another one (process {holder}). Stop that one, or take "
-                "another --dir."
-            ) from error
-        (root / "pid").write_text(str(os.getpid()))
-        self.journal = Journal(root / "journal.sqlite")
+    def __init__(
+        self, adapters: Adapters, journal: Journal, model_name: str, every: int = 1, lapse_s: float = LAPSE_S
+    ) -> None:
+        self.adapters, self.journal, self.model_name, self.every = adapters, journal, model_name, every
+        self.root, self._lapse_s = journal.directory, lapse_s
         self._changed = threading.Condition(threading.RLock())
         self._lines: dict[str, _Line] = {}
         self._futures: dict[tuple[str, int], Future[Result]] = {}
         self._sampled: OrderedDict[str, tuple[str, Future[Result], bytes]] = OrderedDict()
-        self._to_sample: dict[tuple[str, str], list[tuple[Future[Result], Any]]] = {}
+        self._to_sample: dict[tuple[str, str], list[tuple[str, Row, Any]]] = {}
+        self._waiting = Counter[str]()  # tokens that wait to be sampled, by client
+        self._sampling: dict[int, str] = {}  # threads that sample, and for which session
+        self._seen: dict[str, float] = {}  # sessions, and when their clients gave a sign of life; others are gone
         self._asked = Counter[str]()  # when a client, or a session, had its last turn
         self._live: dict[str, tuple[str, int]] = {}  # what a directory holds: name of its adapter, and version
-        self._turns, self._result_bytes, self._is_closed = 0, 0, False
+        self._turns, self._results, self._result_bytes, self._is_closed = 0, 0, 0, False
+        self._swept = time.monotonic()
         self._recall()
         self._threads = [threading.Thread(target=self._train, name="tinker-train", daemon=True)]
         self._threads += [
@@ -130,9 +133,9 @@ class Service:
             thread.start()
 
     def _recall(self) -> None:
-        """Take up what a server before has left; remove what it had not finished writing."""
-        models = self.journal.rows("models")
-        for model in models:
+        """Take up what a server before has left."""
+        self._seen = {row["id"]: time.monotonic() for row in self.journal.rows("sessions", ended=0)}
+        for model in self.journal.rows("models"):
             line = self._lines[model["id"]] = _Line(model["id"], model["session"], model["owner"], model["done"])
             for row in self.journal.noted(line.id, line.done + 1, 2**31):
                 if row["state"] == "void":
@@ -140,8 +143,12 @@ class Service:
                 else:
                     line.waiting[row["seq"]] = row["kind"]
                     self._futures[line.id, row["seq"]] = Future()
+        self._remove_unfinished()
+
+    def _remove_unfinished(self) -> None:
+        """Remove what was written and is nowhere noted; nothing else is being written meanwhile."""
         known = {row["directory"] for table in ("saved", "samplers") for row in self.journal.rows(table)}
-        known |= {model["state"] for model in models}
+        known |= {model["state"] for model in self.journal.rows("models")}
         for place in (self.root / "stored").glob("*"):
             if place.name not in known:
                 shutil.rmtree(place, ignore_errors=True)
@@ -152,35 +159,54 @@ class Service:
 
     # What clients ask, in threads of the server.
 
-    def begin_session(self, owner: str, metadata: Any) -> str:
+    def begin_session(self, owner: str) -> str:
         """A new session of the client that has this key."""
         session = secrets.token_hex(8)
         self.journal.put("sessions", id=session, owner=owner)
+        self._note_life(session)
         return session
 
     def session(self, session: str, owner: str) -> Row:
-        """A session of this client.
+        """A session of this client, which lives unless it is finished.
 
         Raises:
             LookupError: it has none of that name.
         """
-        return self._known("sessions", "session", id=session, owner=owner)
+        found = self._known("sessions", "session", id=session, owner=owner)
+        if not found["ended"]:
+            self._note_life(session)
+        return found
+
+    def end_session(self, session: str, owner: str) -> None:
+        """The client needs nothing more of it in memory."""
+        self.session(session, owner)
+        self.journal.change("sessions", {"id": session}, ended=1)
+        with self._changed:
+            self._seen.pop(session, None)
+
+    def _note_life(self, session: str) -> None:
+        with self._changed:
+            self._seen[session] = time.monotonic()
 
     def model(self, model: str, owner: str) -> Row:
-        """A model of this client.
+        """A model of this client, whose session lives.
 
         Raises:
             LookupError: it has none of that name.
         """
-        return self._known("models", "model", id=model, owner=owner)
+        found = self._known("models", "model", id=model, owner=owner)
+        self._note_life(found["session"])
+        return found
 
     def sampler(self, sampler: str, owner: str) -> Row:
-        """A sampling session of this client.
+        """A sampling session of this client, whose session lives.
 
         Raises:
             LookupError: it has none of that name.
         """
-        return self._known("samplers", "sampling session", id=sampler, owner=owner)
+        found = self._known("samplers", "sampling session", id=sampler, owner=owner)
+        self._note_life(found["session"])
+        return found
 
     def saved(self, path: str, owner: str) -> Row:
         """Saved weights of this client, by their tinker path, which is compared as a whole and never a file's.
@@ -189,10 +215,20 @@ class Service:
             LookupError: it has none of that path, or they have expired.
         """
         found = self._known("saved", "checkpoint", path=path, owner=owner)
-        if found["expires"] and found["expires"] < time.time():
+        if _has_expired(found):
             self.forget(found)
             raise LookupError(f"there is no checkpoint {path!r} of yours any more: it has expired")
         return found
+
+    def checkpoints(self, model: str, owner: str) -> list[Row]:
+        """Saved weights of a model of this client that have not expired, the oldest first.
+
+        Raises:
+            LookupError: there is no such model.
+        """
+        self.model(model, owner)
+        found = self.journal.rows("saved", order="made", model=model, owner=owner)
+        return [row for row in found if not _has_expired(row)]
 
     def _known(self, table: str, noun: str, **where: Any) -> Row:
         if (found := self.journal.row(table, **where)) is None:
@@ -202,8 +238,13 @@ class Service:
     def forget(self, saved: Row) -> None:
         """Remove saved weights."""
         self.journal.remove("saved", path=saved["path"])
-        if not self.journal.rows("samplers", directory=saved["directory"]):
-            shutil.rmtree(self.root / "stored" / saved["directory"], ignore_errors=True)
+        self._live.pop(saved["directory"], None)
+        self._remove_unread(saved["directory"])
+
+    def _remove_unread(self, directory: str) -> None:
+        """Remove the files of weights that are saved no longer, unless a living session has a sampler of them."""
+        if not any(row["session"] in self._seen for row in self.journal.rows("samplers", directory=directory)):
+            shutil.rmtree(self.root / "stored" / directory, ignore_errors=True)
 
     def create(self, session: str, owner: str, number: int, kind: str, body: bytes, metadata: Any) -> tuple[str, int]:
         """Note a new model, as its request 0 says; its name, which is known before it is made."""
@@ -243,6 +284,7 @@ class Service:
         if request in self._sampled:
             whose, future, _ = self._sampled[request]
             if whose == owner:
+                self._note_life(request.partition(":")[0])
                 return future
         model, _, seq = request.rpartition("#")
         if not seq.isdecimal() or len(seq) > 10:
@@ -284,29 +326,37 @@ class Service:
 
         Raises:
             LookupError: there is no such sampler of this client.
-            ConfigConflictError: something else was asked with this number.
+            ConfigConflictError: something else was asked with this number, or the prompt is too long.
+            queue.Full: too much of this client waits.
         """
         found = self.sampler(sampler, owner)
+        if (count := len(asked.prompt_ids())) > (most := self.adapters.max_model_length):
+            raise ConfigConflictError(f"sampling: the prompt has {count} tokens, and a model takes {most}.")
         request = f"{sampler}#{seq}"
         digest = hashlib.sha256(asked.model_dump_json().encode()).digest()
         with self._changed:
             if request not in self._sampled:
+                if (waiting := self._waiting[owner]) > _MOST_WAITING:
+                    raise queue.Full(f"sampling: {waiting} tokens of prompts wait already. Ask again later.")
+                self._waiting[owner] += _REQUEST_TOKENS + count
                 future: Future[Result] = Future()
                 self._sampled[request] = owner, future, digest
                 self._forget_results()
-                self._to_sample.setdefault((owner, found["session"]), []).append((future, (found, asked)))
+                self._to_sample.setdefault((owner, found["session"]), []).append((request, found, asked))
                 self._changed.notify_all()
             elif self._sampled[request][2] != digest:
                 raise ConfigConflictError(f"sampling: something else was asked with seq_id={seq}. Count on.")
         return request
 
     def _forget_results(self) -> None:
-        while len(self._sampled) > _RESULTS or self._result_bytes > _RESULT_BYTES:
-            _, oldest, _ = next(iter(self._sampled.values()))
-            if not oldest.done():
-                return
-            self._result_bytes -= len(oldest.result()[1])
-            self._sampled.popitem(last=False)
+        def are_too_many() -> bool:
+            return self._results > _RESULTS or self._result_bytes > _RESULT_BYTES
+
+        if are_too_many():
+            for request, (_, future, _) in list(self._sampled.items()):  # the oldest first
+                if future.done() and are_too_many():
+                    self._results, self._result_bytes = self._results - 1, self._result_bytes - len(future.result()[1])
+                    del self._sampled[request]
 
     # Sampling.
 
@@ -320,13 +370,26 @@ class Service:
                 turn = min(self._to_sample, key=lambda each: [self._asked[of] for of in each])
                 self._turns += 1
                 self._asked |= dict.fromkeys(turn, self._turns)
-                future, (sampler, asked) = self._to_sample[turn].pop(0)
+                request, sampler, asked = self._to_sample[turn].pop(0)
                 if not self._to_sample[turn]:
                     del self._to_sample[turn]
+                self._count_out(turn[0], asked)
+                self._sampling[threading.get_ident()] = sampler["session"]
             result = self._result_of(lambda s=sampler, a=asked: self._sample(s, a))
             with self._changed:
-                self._result_bytes += len(result[1])
-                future.set_result(result)
+                del self._sampling[threading.get_ident()]
+                self._note_sampled(request, result)
+
+    def _count_out(self, owner: str, asked: Any) -> None:
+        self._waiting[owner] -= _REQUEST_TOKENS + len(asked.prompt_ids())
+
+    def _note_sampled(self, request: str, result: Result) -> None:
+        _, future, _ = self._sampled[request]
+        if result[0] == "again":  # whoever still wants it asks again
+            del self._sampled[request]
+        else:
+            self._results, self._result_bytes = self._results + 1, self._result_bytes + len(result[1])
+        future.set_result(result)
 
     def _sample(self, sampler: Row, asked: Any) -> Result:
         prompt, sampling = asked.prompt_ids(), asked.spec(self.adapters.max_model_length)
@@ -350,17 +413,25 @@ class Service:
             return ask()
         name, version = self._live.get(sampler["directory"], ("", 0))
         if name in self.adapters:
-            with contextlib.suppress(VersionGoneError, ConfigConflictError, EngineBrokenError, EngineClosedError):
+            try:
                 return ask(name=name, version=version)
+            except RolloutCancelledError:
+                if self._is_closed or sampler["session"] not in self._seen:
+                    raise
+                # Its model has left memory for another one.
+            except (VersionGoneError, ConfigConflictError, EngineBrokenError, EngineClosedError):
+                pass
         directory = self.root / "stored" / sampler["directory"]
         if not directory.is_dir():
             raise ConfigConflictError(
-                f"sampling: the weights of {sampler['id']} are gone: of samplers without a name the newest "
-                f"{KEPT_SAMPLERS} of a model are kept. Use save_weights_for_sampler(name)."
+                f"sampling: the weights of {sampler['id']} are gone: they were removed or have expired, and of "
+                f"samplers without a name the newest {KEPT_SAMPLERS} of a model are kept. Use "
+                "save_weights_for_sampler(name)."
             )
         return ask(directory=directory)
 
-    def _result_of(self, work: Any) -> Result:
+    def _result_of(self, work: Any, later: tuple[type[Exception], ...] = ()) -> Result:
+        """What comes of it; `later` are raised: the disk may be full, and the same will do at another time."""
         try:
             return work()
         except RolloutCancelledError as error:  # the server ends
@@ -369,6 +440,8 @@ class Service:
             is_ours = isinstance(error, EngineBrokenError | SyncError)
             return _failed(str(error), "server" if is_ours else "user")
         except Exception as error:
+            if isinstance(error, later) and not isinstance(error, FileNotFoundError):
+                raise
             logger.exception("a request failed")
             return _failed(f"{type(error).__name__}: {error}", "server")
 
@@ -380,8 +453,8 @@ class Service:
             line.served = self._turns
             try:
                 self._advance(line)
-            except Exception as error:  # the journal cannot be written
-                logger.exception("a result could not be noted")
+            except Exception as error:  # neither journal nor weights can be written
+                logger.exception("a request is computed again")
                 self._put_off(line, error)
 
     def _put_off(self, line: _Line, error: Exception) -> None:
@@ -389,21 +462,47 @@ class Service:
         with self._changed:
             line.current, line.not_before = None, time.monotonic() + _RETRY_S
             seq = min(line.waiting)
-            said = f"noting a result: {type(error).__name__}: {error}. It is computed again."
+            said = f"computing a request: {type(error).__name__}: {error}. It is computed again."
             self._futures[line.id, seq].set_result(("again", _failed(said, "server")[1]))
             self._futures[line.id, seq] = Future()
         with contextlib.suppress(Exception):  # of an engine that is broken too
             self._leave_memory(line)
+        with contextlib.suppress(sqlite3.Error):
+            self._remove_unfinished()
 
     def _leave_memory(self, line: _Line) -> None:
+        """All that it is, is on disk. What is sampled from it begins again, out of its directory."""
         name, line.name = line.name, ""
         if name in self.adapters:
-            self.adapters.drop(name)
+            self.adapters.drop(name, wait=False)
+
+    def _forget_the_gone(self) -> None:
+        """End what is sampled for sessions without a sign of life; their models leave memory when they have nothing
+        more to compute, which is what was asked before. Should a client come back, it finds all as it was."""
+        with self._changed:
+            until = time.monotonic() - self._lapse_s
+            self._seen = {session: seen for session, seen in self._seen.items() if seen > until}
+            for turn in [turn for turn in self._to_sample if turn[1] not in self._seen]:
+                for request, _, asked in self._to_sample.pop(turn):
+                    self._count_out(turn[0], asked)
+                    self._note_sampled(request, ("again", b""))
+            lost = [thread for thread, session in self._sampling.items() if session not in self._seen]
+            gone = [line for line in self._lines.values() if line.name and line.session not in self._seen]
+            idle = [line for line in gone if line.current is None and line.done + 1 not in line.waiting]
+            if lost:
+                self.adapters.engine.cancel(lost)
+        for line in idle:
+            logger.warning("session %s is silent or finished: %s leaves memory", line.session, line.id)
+            try:
+                self._leave_memory(line)
+            except Exception:  # of an engine that is broken: whoever asks it next is told
+                logger.exception("%s has left memory, and the engine may hold more of it", line.id)
 
     def _next(self) -> _Line | None:
         """The line whose turn it is: of the client, then the session, then the model that was served least recently."""
-        with self._changed:
-            while not self._is_closed:
+        while not self._is_closed:
+            self._forget_the_gone()
+            with self._changed:
                 ready = [line for line in self._lines.values() if self._is_ready(line)]
                 if ready:
                     last = Counter[str]()
@@ -411,7 +510,22 @@ class Service:
                         last |= {line.owner: line.served, line.session: line.served}
                     return min(ready, key=lambda line: (last[line.owner], last[line.session], line.served))
                 self._changed.wait(1.0)
-            return None
+            if time.monotonic() - self._swept > _SWEEP_S:
+                self._swept = time.monotonic()
+                try:
+                    self._sweep()
+                except sqlite3.Error:
+                    logger.exception("checkpoints that have expired are looked for again later")
+        return None
+
+    def _sweep(self) -> None:
+        """Remove checkpoints that have expired, and what of removed ones only silent sessions could sample."""
+        for saved in self.journal.rows("saved"):
+            if _has_expired(saved):
+                self.forget(saved)
+        kept = {row["directory"] for row in self.journal.rows("saved")}
+        for directory in {row["directory"] for row in self.journal.rows("samplers") if row["path"]} - kept:
+            self._remove_unread(directory)
 
     def _is_ready(self, line: _Line) -> bool:
         if line.current is not None:
@@ -437,8 +551,10 @@ class Service:
             if seq not in line.waiting:
                 return self._fail_behind(line, seq)
             if line.current is None:
+                if not (line.name or self._has_room()):
+                    return None  # it was chosen for a gap, which has closed meanwhile
                 line.current = self._work(line, seq, line.waiting[seq])
-        found = self._result_of(lambda: next(line.current))
+        found = self._result_of(lambda: next(line.current), later=(OSError, sqlite3.Error))
         # One that fails because the server ends stays in the journal for the next server.
         if found is not None and not (self._is_closed and found[0] in ("failed", "again")):
             self._end(line, seq, found)
@@ -462,7 +578,8 @@ class Service:
         if state == "void" and line.waiting[seq] in _CHANGES:
             self._leave_memory(line)
         if line.done < seq:  # `_keep` has not written it together with the state
-            self.journal.finish(line.id, seq, state, form, content)
+            is_needed = (line.waiting[seq], state) in _MADE_AGAIN
+            self.journal.finish(line.id, seq, state, form, content, is_needed=is_needed)
         with self._changed:
             line.done, line.current, line.gap_since = seq, None, 0.0
             if line.name not in self.adapters:  # it could not be made
@@ -484,7 +601,7 @@ class Service:
             yield self._open(line, seq, json.loads(body))
             return
         yield from self._in_memory(line)
-        if kind == "pass":
+        if kind in ("pass", "forward"):
             yield from self._pass(line, PassRequest.parse(body))
         elif kind == "optim_step":
             made = self.adapters.optim_step(line.name, **json.loads(body))
@@ -531,7 +648,8 @@ class Service:
             if self.journal.row("samplers", id=sampler, model=line.id, seq=seq):  # before the server was killed
                 self.journal.remove("saved", path=path)
                 return {"path": path, "type": "save_weights_for_sampler", "sampling_session_id": sampler}
-        version = self.adapters.push(line.name).version if kind == "sampler_weights" else 0
+        # While what the push would overwrite is still being sampled, the new version is sampled out of its directory.
+        pushed = self.adapters.push_unless_read(line.name) if kind == "sampler_weights" else None
         directory, size = self._store(line, optimizer=kind == "weights")
         if known is not None:  # of this request, before the server was killed, or to be overwritten
             self.forget(known)
@@ -541,7 +659,8 @@ class Service:
         self.journal.put("saved", path=path, owner=model["owner"], model=line.id, **about)
         if kind != "sampler_weights":
             return {"path": path, "type": f"save_{kind}".replace("external_weights", "weights_external")}
-        self._live[directory] = line.name, version
+        if pushed is not None:
+            self._live[directory] = line.name, pushed.version
         if number is None:
             return {"path": path, "type": "save_weights_for_sampler"}
         try:
@@ -562,14 +681,10 @@ class Service:
     def _store(self, line: _Line, *, optimizer: bool) -> tuple[str, int]:
         """Write an adapter into a directory of its own: its name, and bytes."""
         name = secrets.token_hex(8)
-        try:
-            path = self.adapters.save(line.name, self.root / "stored" / name, optimizer=optimizer)
-            for file in path.iterdir():
-                with file.open("rb") as written:
-                    os.fsync(written)
-        except OSError:  # a full disk: what was written of it is in the way
-            shutil.rmtree(self.root / "stored" / name, ignore_errors=True)
-            raise
+        path = self.adapters.save(line.name, self.root / "stored" / name, optimizer=optimizer)
+        for file in path.iterdir():
+            with file.open("rb") as written:
+                os.fsync(written)
         return name, sum(file.stat().st_size for file in path.iterdir())
 
     def _keep(self, line: _Line, seq: int, result: Row, rank: int | None = None) -> Result:
@@ -589,8 +704,8 @@ class Service:
         """Make room for a model in memory, and name its adapter."""
         held = [each for each in self._lines.values() if each.name]
         if len(held) >= self.adapters.max_adapters:
-            idle = min((each for each in held if each.current is None), key=lambda each: each.served)
-            self._leave_memory(idle)  # all that it is, is on disk
+            idle = [each for each in held if each.current is None]
+            self._leave_memory(min(idle, key=lambda each: (self.adapters.is_sampled(each.name), each.served)))
         line.name = f"{line.id}@{secrets.token_hex(4)}"
 
     def _in_memory(self, line: _Line) -> Iterator[None]:
@@ -604,7 +719,7 @@ class Service:
         try:
             self.adapters.open(line.name, self.root / "stored" / model["state"])
             for row in self.journal.noted(line.id, model["applied"] + 1, model["done"]):
-                if row["state"] != "void":
+                if (row["kind"], row["state"]) in _MADE_AGAIN:
                     yield from self._again(line, self._known("requests", "request", model=line.id, seq=row["seq"]))
         except BaseException:
             self._leave_memory(line)
@@ -612,13 +727,12 @@ class Service:
 
     def _again(self, line: _Line, row: Row) -> Iterator[None]:
         """What a request has done to the weights and gradients, which are in no saved state."""
-        is_failed = row["state"] == "failed"
         if row["kind"] == "optim_step":
             # One that has failed has dropped gradients that were not finite.
-            with contextlib.suppress(*(ConfigConflictError,) if is_failed else ()):
+            with contextlib.suppress(*(ConfigConflictError,) if row["state"] == "failed" else ()):
                 self.adapters.optim_step(line.name, **json.loads(row["body"]))
-        elif row["kind"] == "pass" and not is_failed and not (asked := PassRequest.parse(row["body"])).forward_only:
-            yield from (None for _ in self._pass(line, asked))
+        else:
+            yield from (None for _ in self._pass(line, PassRequest.parse(row["body"])))
 
     def close(self) -> None:
         """End the threads; what has not been computed is, when the server is started again."""
@@ -630,7 +744,10 @@ class Service:
                 self.adapters.engine.cancel()
                 thread.join(0.1)
         self.journal.close()
-        os.close(self._lock)
+
+
+def _has_expired(saved: Row) -> bool:
+    return 0 < saved["expires"] < time.time()
 
 
 def _as_json(content: Row) -> Result:
@@ -638,4 +755,4 @@ def _as_json(content: Row) -> Result:
 
 
 def _failed(message: str, category: str) -> Result:
-    return "failed", json.dumps({"error": message, "category": category}).encode()
+    return "failed", json.dumps({"error": message[:_MOST_SAID], "category": category}).encode()

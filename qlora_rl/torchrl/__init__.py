@@ -14,7 +14,6 @@ _HOMES = {
     "RPCLayer": "qlora_rl.torchrl.rpc",
     "InProcessRPC": "qlora_rl.torchrl.rpc",
     "MultiprocessingRPC": "qlora_rl.torchrl.rpc",
-    "RayRPC": "qlora_rl.torchrl.rpc",
     "Transfer": "qlora_rl.torchrl.transfer",
     "DirectoryTransfer": "qlora_rl.torchrl.transfer",
     "BodyTransfer": "qlora_rl.torchrl.transfer",

@@ -241,7 +241,7 @@ class AdapterReceiver:
             self._engine.withdraw_dense(reason)
             return
         try:
-            self._transport.revoke(self._engine)
+            self._transport.revoke(self._engine, version)
         except BaseException:
             logger.exception(
                 "version %d could not be taken back; the engine serves nothing until the next push", version

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from qlora_rl.contracts import AdapterSource, BaseFingerprint, Delivery, EngineCapabilities
+from qlora_rl.contracts import AdapterBundle, AdapterSource, BaseFingerprint, Delivery, EngineCapabilities
 from qlora_rl.errors import PeerLostError, QloraRLError
 from qlora_rl.torchrl.messages import Asking, lost
 from qlora_rl.torchrl.transfer import Part, Transfer
@@ -126,10 +126,10 @@ class RemoteTransport:
         engine.version = version
         return Delivery(self.name, bundle.nbytes, time.perf_counter() - started - load_seconds, load_seconds)
 
-    def commit(self) -> None:
+    def commit(self, pushed: AdapterBundle | None = None) -> None:
         """Nothing yet: the sender commits when all of a push is done."""
 
-    def revoke(self, engine: RemoteEngine) -> None:
+    def revoke(self, engine: RemoteEngine, version: int) -> None:
         """Have the receiver serve the version before; one that has lost its sender does so by itself."""
         engine.version = self._before
         if not self._asking.is_lost:

@@ -13,7 +13,7 @@ import os
 import secrets
 import shutil
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from qlora_rl.adapter.store import default_root
 from qlora_rl.documents import read_object
+from qlora_rl.engine.chunks import grouped
 from qlora_rl.errors import SyncError
 from qlora_rl.locks import claim, let_go, new_directory
 
@@ -171,7 +172,8 @@ class DirectoryTransfer:
             shutil.rmtree(place, ignore_errors=True)  # new files: one who still reads an old one reads it to its end
             place.mkdir(parents=True)
             files = [
-                self._write(place / f"{index:05d}-{secrets.token_hex(4)}", shard) for index, shard in self._cut(parts)
+                self._write(place / f"{index:05d}-{secrets.token_hex(4)}", shard)
+                for index, shard in enumerate(grouped(parts, self.shard_bytes))
             ]
             staged = self.root / f".{MARKER}-{secrets.token_hex(4)}"
             staged.write_text(json.dumps({"version": version, "buffer": buffer, "files": files}))
@@ -220,22 +222,10 @@ class DirectoryTransfer:
                 f"reading {self.root / MARKER}: {error}. Something else writes there; push again."
             ) from error
 
-    def _cut(self, parts: Iterable[Part]) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-        shard: dict[str, torch.Tensor] = {}
-        index = size = 0
-        for name, tensor in parts:
-            shard[name] = tensor.contiguous()
-            size += tensor.numel() * tensor.element_size()
-            if size >= self.shard_bytes:
-                yield index, shard
-                shard, size, index = {}, 0, index + 1
-        if shard:
-            yield index, shard
-
-    def _write(self, path: Path, shard: dict[str, torch.Tensor]) -> tuple[str, str]:
+    def _write(self, path: Path, shard: list[Part]) -> tuple[str, str]:
         from safetensors.torch import save
 
-        blob = save(shard)
+        blob = save({name: tensor.contiguous() for name, tensor in shard})
         path.write_bytes(blob)
         return str(path.relative_to(self.root)), hashlib.blake2b(blob).hexdigest()
 
@@ -258,6 +248,10 @@ class DirectoryTransfer:
 
 
 BUCKET_BYTES = 64 * 2**20
+# Every weight begins at a multiple of so many bytes.
+_ALIGNED = 16
+
+Places = list[tuple[str, str, list[int]]]
 
 
 class BroadcastTransfer:
@@ -324,8 +318,9 @@ class BroadcastTransfer:
         """Announce, then broadcast bucket by bucket."""
         answer = announce({})
         try:
-            for header, bytes_N in self._buckets(parts):
-                head_N = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+            for bucket in grouped(parts, self.bucket_bytes):
+                bytes_N, places = pack(bucket, torch.device(self.device))
+                head_N = torch.frombuffer(bytearray(json.dumps(places).encode()), dtype=torch.uint8)
                 self._broadcast(torch.tensor([head_N.numel(), bytes_N.numel()]))
                 self._broadcast(head_N)
                 self._broadcast(bytes_N)
@@ -342,7 +337,7 @@ class BroadcastTransfer:
                 if sizes == [0, 0]:
                     return
                 head_N, bytes_N = (self._broadcast(torch.empty(size, dtype=torch.uint8)).cpu() for size in sizes)
-                yield from _cut(json.loads(bytes(head_N.tolist())), bytes_N)
+                yield from unpack(bytes_N, json.loads(bytes(head_N.tolist())))
         except RuntimeError as error:
             raise ConnectionError(f"the broadcast failed: {_first_line(error)}") from error
 
@@ -365,55 +360,78 @@ class BroadcastTransfer:
 
     def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._group is None:
-            self._group = self._make_group()
+            address = own_address(self.address) if self._rank else self.address
+            limit = timedelta(seconds=self.timeout_s)
+            self._group = group_of_two(self.backend, self._store, self._rank, address, limit)
         placed = tensor.to(self.device)
         self._group.broadcast(placed, root=0).wait()
         return placed
 
-    def _make_group(self) -> Any:
-        timeout = timedelta(seconds=self.timeout_s)
-        if self.backend == "nccl":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            return dist.ProcessGroupNCCL(self._store, self._rank, 2, options)
-        options = dist.ProcessGroupGloo._Options()
-        # The name of the host need not resolve; what the rendezvous listens on does.
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._own_address())]
-        options._timeout = timeout
-        return dist.ProcessGroupGloo(self._store, self._rank, 2, options)
-
-    def _own_address(self) -> str:
-        """By which the other side can reach this one: that of the interface which leads to the sender's host."""
-        if self._rank == 0:
-            return self.address
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((self.address, 9))
-            return probe.getsockname()[0]
-
-    def _buckets(self, parts: Iterable[Part]) -> Iterator[tuple[bytes, torch.Tensor]]:
-        entries: list[tuple[str, str, list[int]]] = []
-        held: list[torch.Tensor] = []
-        size = 0
-        for name, tensor in parts:
-            entries.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)))
-            held.append(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
-            size += held[-1].numel()
-            if size >= self.bucket_bytes:
-                yield json.dumps(entries).encode(), torch.cat(held)
-                entries, held, size = [], [], 0
-        if entries:
-            yield json.dumps(entries).encode(), torch.cat(held)
-
-
-def _cut(entries: list[tuple[str, str, list[int]]], bytes_N: torch.Tensor) -> Iterator[Part]:
-    start = 0
-    for name, dtype_name, shape in entries:
-        dtype = getattr(torch, dtype_name)
-        end = start + torch.Size(shape).numel() * dtype.itemsize
-        # A copy begins at an address of its own: a view would have to begin at a multiple of its element's size.
-        yield name, bytes_N[start:end].clone().view(dtype).reshape(shape)
-        start = end
-
 
 def _first_line(error: BaseException) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def pack(weights: Sequence[tuple[str, torch.Tensor]], device: torch.device) -> tuple[torch.Tensor, Places]:
+    """Weights one after the other in a buffer of bytes on `device`; and name, dtype, shape of each."""
+    sizes = [_padded(weight.numel() * weight.element_size()) for _, weight in weights]
+    buffer, start, places = torch.zeros(sum(sizes), dtype=torch.uint8, device=device), 0, []
+    for (name, weight), size in zip(weights, sizes, strict=True):
+        flat = weight.detach().contiguous().reshape(-1).view(torch.uint8)
+        buffer[start : start + flat.numel()].copy_(flat)
+        places.append((name, str(weight.dtype).removeprefix("torch."), list(weight.shape)))
+        start += size
+    return buffer, places
+
+
+def unpack(buffer: torch.Tensor, places: Places) -> list[tuple[str, torch.Tensor]]:
+    """Inverse of `pack`: views of the buffer.
+
+    Raises:
+        SyncError: they do not fill it.
+    """
+    start, found = 0, []
+    for name, kind, shape in places:
+        dtype = getattr(torch, kind, None)
+        if not isinstance(dtype, torch.dtype) or any(side < 0 for side in shape):
+            raise SyncError(f"taking weights: {name} has dtype={kind}, shape={shape}, which none can have. Push again.")
+        size = dtype.itemsize * torch.Size(shape).numel()
+        if start + size > buffer.numel():
+            raise SyncError(f"taking weights: {name} ends behind the {buffer.numel()} bytes of its part. Push again.")
+        found.append((name, buffer[start : start + size].view(dtype).reshape(shape)))
+        start += _padded(size)
+    return found
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+def group_of_two(backend: str, store: Any, rank: int, address: str, timeout: timedelta) -> Any:
+    """A group of two that the process knows nothing else of: its own, of other sizes, stay as they are.
+
+    Args:
+        backend: "gloo" or "nccl".
+        store: where they meet.
+        rank: 0 or 1.
+        address: of this machine, as the other end sees it: gloo would take what the host's name means, often the
+            machine itself alone.
+        timeout: for the other end to take part.
+    """
+    if backend == "gloo":
+        gloo = dist.ProcessGroupGloo
+        ours = gloo._Options()
+        ours._devices, ours._timeout = [gloo.create_device(hostname=address)], timeout
+        return gloo(store, rank, 2, ours)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, 2, options)
+
+
+def own_address(towards: str) -> str:
+    """Of this machine, as `towards` sees it; nothing is sent."""
+    known = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)
+    family, _, _, _, address = min(known, key=lambda found: found[0] != socket.AF_INET)
+    with contextlib.closing(socket.socket(family, socket.SOCK_DGRAM)) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])

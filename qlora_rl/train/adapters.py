@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import operator
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -21,15 +22,15 @@ import torch
 
 from qlora_rl.adapter.directory import adapter_in
 from qlora_rl.adapter.export import read_adapter
-from qlora_rl.adapter.factory import make_lora
 from qlora_rl.adapter.inspected import shorten_lora
+from qlora_rl.adapter.load import make_lora
 from qlora_rl.adapter.several import LoraSet, linear_targets, stored_config
 from qlora_rl.adapter.store import CONFIG, WEIGHTS, AdapterStore, write_origin
 from qlora_rl.base.attention.attend import without_masks
 from qlora_rl.base.checkpoint import load_base, open_base
-from qlora_rl.contracts import Rollout, SamplingSpec, SyncReport
+from qlora_rl.contracts import AdapterBundle, Rollout, SamplingSpec, SyncReport
 from qlora_rl.engine.local import LocalEngine, borrow_base
-from qlora_rl.errors import ConfigConflictError, EngineUnsupportedError
+from qlora_rl.errors import ConfigConflictError, EngineClosedError, EngineUnsupportedError
 from qlora_rl.sync.base_check import verify_base
 from qlora_rl.sync.canary import Canary, compare_held
 from qlora_rl.sync.forward import as_trained
@@ -38,8 +39,7 @@ from qlora_rl.sync.shared_base import SharedBase
 from qlora_rl.sync.strategies import AdapterSync
 from qlora_rl.train.scoring.logprobs import use_fused_head
 from qlora_rl.train.scoring.losses import TokenLoss, TrainingRow
-from qlora_rl.train.scoring.padding import remove_padding
-from qlora_rl.train.scoring.row import row_inputs
+from qlora_rl.train.scoring.padding import remove_padding, row_inputs
 
 CustomLoss = Callable[[Sequence[TrainingRow], list[torch.Tensor]], torch.Tensor]
 _STATE = "qlora_adapters.json"
@@ -94,6 +94,14 @@ class _Guest:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
+@dataclass(eq=False)
+class _Ticket:
+    """Somebody who waits for a saved adapter, and at last the guest that holds it."""
+
+    saved: _Saved
+    guest: _Guest | None = None
+
+
 class Adapters:
     """Many LoRA adapters on one base.
 
@@ -103,6 +111,8 @@ class Adapters:
             adapters.create("first", rank=16, seed=0)
             adapters.push("first")
             rollout = adapters.sample({"first": prompts}, max_tokens=64)["first"]
+            sampled = zip(prompts, rollout.completion_ids, rollout.logprobs, advantages)
+            rows = [TrainingRow.of(*each) for each in sampled]
             adapters.forward_backward("first", rows, "importance_sampling")
             adapters.optim_step("first", learning_rate=1e-4)
 
@@ -118,6 +128,9 @@ class Adapters:
         gradient_checkpointing: compute layers again in the backward pass instead of keeping what they made.
         share_base: False holds the base twice, for one that vLLM has packed away (16 or 32 bits on a CPU).
         engine_options: of `LocalEngine`: max_model_length, max_num_seqs, ...
+
+    Attributes:
+        tokenizer: the base's; stays when the adapters are closed.
 
     Raises:
         BaseMismatchError: vLLM holds another base than was written.
@@ -141,7 +154,7 @@ class Adapters:
         self._canary_every = canary_every
         self._held: dict[str, _Held] = {}
         self._training, self._guests_changed = threading.RLock(), threading.Condition()
-        self._waiting: list[object] = []  # for a guest; the first one is served first
+        self._waiting: list[_Ticket] = []  # for a guest; the first one is served first
         self._made = self._used = 0
         self._shared: SharedBase | None = None
         self._calibrated: dict[str, Any] = {}
@@ -149,6 +162,7 @@ class Adapters:
             base, max_lora_rank=max_rank, max_loras=2 * max_adapters + max_saved, **engine_options
         )
         try:
+            self.tokenizer = self.engine.tokenizer
             self._store = AdapterStore()
             self.base = open_base(base, verify=False)
             model = borrow_base(self.engine) if share_base else load_base(self.base)
@@ -168,11 +182,6 @@ class Adapters:
         except BaseException:
             self.engine.close(force=True)
             raise
-
-    @property
-    def tokenizer(self) -> Any:
-        """The base's."""
-        return self.engine.tokenizer
 
     @property
     def max_model_length(self) -> int:
@@ -206,12 +215,11 @@ class Adapters:
             ConfigConflictError: the name is taken, or the rank is not between 1 and `max_rank`.
             EngineUnsupportedError: `max_adapters` are held.
         """
-        if not 1 <= rank <= self.max_rank:
-            raise ConfigConflictError(
-                f"creating an adapter: rank={rank} is not between 1 and max_rank={self.max_rank}."
-            )
+        rank, alpha = operator.index(rank), float(alpha)
+        self._check_rank(rank)
         if not (attention or mlp):
             raise ConfigConflictError("creating an adapter: it is on no linears. Use attention, mlp, or both.")
+        self._check_open()
         targets = linear_targets(self._loras.base, attention=attention, mlp=mlp)
         self._put(name, make_lora({"r": rank, "lora_alpha": alpha, "target_modules": targets}), seed)
 
@@ -221,29 +229,45 @@ class Adapters:
         Raises:
             AdapterRejectedError, ConfigConflictError, EngineUnsupportedError: as `load` and `create`.
         """
-        config = stored_config(Path(directory))
-        if config.r > self.max_rank:
-            raise ConfigConflictError(f"opening an adapter: rank={config.r} > max_rank={self.max_rank}.")
+        self._check_open()
+        path = self._readable(directory)
+        config = stored_config(path)
+        self._check_rank(config.r)
         with self._training:
             self._put(name, config, 0)
             try:
-                self.load(name, directory, optimizer=optimizer)
+                self._load(name, path, optimizer=optimizer)
             except BaseException:
                 self.drop(name)
                 raise
 
+    def _check_rank(self, rank: int) -> None:
+        if not 1 <= rank <= self.max_rank:
+            raise ConfigConflictError(
+                f"creating an adapter: rank={rank} is not between 1 and max_rank={self.max_rank}. Use another rank, or "
+                "make Adapters with a larger max_rank."
+            )
+
+    def _check_open(self) -> None:
+        if self._loras.base is None:
+            raise EngineClosedError("creating an adapter: these Adapters were closed. Make new ones.")
+
     def _put(self, name: str, config: Any, seed: int | None) -> None:
         with self._training:
             if name in self._held:
-                raise ConfigConflictError(f"creating an adapter: there is one named {name!r} already.")
+                raise ConfigConflictError(
+                    f"creating an adapter: there is one named {name!r} already. Drop it, or use another name."
+                )
             if len(self._held) >= self.max_adapters:
                 raise EngineUnsupportedError(
-                    f"creating an adapter: {len(self._held)} are held, and max_adapters={self.max_adapters}. Drop one."
+                    f"creating an adapter: {len(self._held)} are held, and max_adapters={self.max_adapters}. Drop one, "
+                    "or make Adapters with a larger max_adapters."
                 )
             self._made += 1
             key = f"a{self._made}"
             is_first = self._loras.model is None
-            self._loras.add(key, config, seed)
+            with self.engine.paused():
+                self._loras.add(key, config, seed)
             shorten_lora(self._loras.model)
             lane: LocalEngine | None = None
             try:
@@ -265,16 +289,22 @@ class Adapters:
                 raise
             self._held[name] = _Held(key, lane, sync)
 
-    def drop(self, name: str) -> None:
-        """Forget an adapter, once what is sampled from it is done."""
+    def drop(self, name: str, *, wait: bool = True) -> None:
+        """Forget an adapter, once what is sampled from it is done.
+
+        Args:
+            wait: False ends what is sampled from it, with RolloutCancelledError.
+        """
         with self._training:
             held = self._of(name)
             del self._held[name]
-            held.lane.close()
-            held.sync.transport.close()
-            self._loras.remove(held.key)
-            if self._loras.model is None:
-                self._shared = None
+            try:
+                held.lane.close(force=not wait)
+            finally:  # what is in memory goes, also where the engine has failed
+                held.sync.transport.close()
+                self._loras.remove(held.key)
+                if self._loras.model is None:
+                    self._shared = None
 
     def forward(self, name: str, rows: Sequence[TrainingRow], loss: str = "cross_entropy", **config: float) -> Passed:
         """Loss and logprobs, without gradients; errors as those of `forward_backward`."""
@@ -304,7 +334,7 @@ class Adapters:
         linear = TokenLoss("cross_entropy")
         plain = [TrainingRow(row.tokens, row.targets, {"weights": [0.0] * len(row.targets)}) for row in rows]
         first = _last(self.passes(name, plain, linear, backward=False))
-        leaves = [torch.tensor(values, requires_grad=True) for values in first.logprobs]
+        leaves = [torch.tensor(values, dtype=torch.float32, requires_grad=True) for values in first.logprobs]
         total = loss(rows, leaves)
         found = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
         slopes = [
@@ -364,10 +394,9 @@ class Adapters:
         lengths = tuple(len(row.tokens) for row in batch)
         ids_1N = torch.tensor([[token for row in batch for token in row.tokens]], device=device)
         targets_1N = torch.tensor([[token for row in batch for token in row.targets]], device=device)
-        given = {
-            key: torch.tensor([value for row in batch for value in row.inputs[key]], device=device)
-            for key in loss.inputs
-        }
+        flat = {key: [value for row in batch for value in row.inputs[key]] for key in loss.inputs}
+        # Torch's default dtype is the process's, and an engine that is rebuilt in another thread changes it.
+        given = {key: torch.tensor(values, dtype=torch.float32, device=device) for key, values in flat.items()}
         inputs = {"input_ids": ids_1N} if self.why_padded else row_inputs(ids_1N, lengths)
         context = contextlib.nullcontext() if self.why_padded else without_masks()
         with context, as_trained(model, self._autocast):
@@ -382,29 +411,45 @@ class Adapters:
         """The gradients that wait for a step, by PEFT's names; `None` where there is none."""
         return self._loras.gradients(self._of(name).key)
 
-    def optim_step(self, name: str, learning_rate: float = 1e-4, **adam: float) -> dict[str, float]:
+    def zero_grad(self, name: str) -> None:
+        """Drop the gradients that wait for a step, as those of a pass after which a stop has ended the loop."""
+        with self._training:
+            self._loras.take_gradients(self._of(name).key)
+
+    def optim_step(
+        self,
+        name: str,
+        learning_rate: float = 1e-4,
+        *,
+        beta1: float = 0.9,
+        beta2: float = 0.95,
+        eps: float = 1e-12,
+        weight_decay: float = 0.0,
+        grad_clip_norm: float = 0.0,
+    ) -> dict[str, float]:
         """One step of AdamW with the gradients since the last one.
 
         Args:
-            adam: beta1 (0.9), beta2 (0.95), eps (1e-12), weight_decay (0), grad_clip_norm (0: none).
+            grad_clip_norm: 0 for no clipping.
 
         Returns:
             `grad_norm`, before clipping, and `step`: how many there were.
 
         Raises:
             ConfigConflictError: there are none, they are not finite, or a setting is out of range; weights and state
-                of the optimizer are as before.
+                of the optimizer are as before, as they are where an interrupt ends the step.
         """
         with self._training:
             held = self._of(name)
-            norm = self._loras.step(held.key, learning_rate, **adam)
+            settings = (learning_rate, beta1, beta2, eps, weight_decay, grad_clip_norm)
+            norm = self._loras.step(held.key, *map(float, settings))
             held.steps += 1
             return {"grad_norm": norm, "step": float(held.steps)}
 
     def push(self, name: str) -> SyncReport:
         """Have the engine sample from the adapter as it is now: copied in place and checked, as `AdapterSync.push`.
 
-        The version before stays, too, until the push after this one.
+        The version before stays, too, until the push after this one, which waits for what is still sampled from it.
 
         Raises:
             SyncError, CanaryError, AdapterRejectedError: the version before serves.
@@ -413,6 +458,15 @@ class Adapters:
             held = self._of(name)
             self._loras.activate(held.key)
             return held.sync.push()
+
+    def push_unless_read(self, name: str) -> SyncReport | None:
+        """`push`, where it has not to wait; else `None`, and nothing is pushed."""
+        with self._training:
+            return self.push(name) if self._of(name).lane.may_overwrite() else None
+
+    def is_sampled(self, name: str) -> bool:
+        """Something is being sampled from the adapter, in one of its versions."""
+        return self._of(name).lane.is_read()
 
     def version(self, name: str) -> int:
         """Of the adapter, in the engine; 0 before the first push."""
@@ -431,14 +485,24 @@ class Adapters:
         Raises:
             As `LocalEngine.generate`.
         """
+        if not isinstance(prompts, Mapping):
+            raise ConfigConflictError(
+                "sampling: prompts are given by the name of the adapter. Use sample({name: prompts})."
+            )
         lanes = {name: self._lane(name) for name in prompts}
         if len(lanes) == 1:
             return {name: lane.generate(prompts[name], sampling, **fields) for name, lane in lanes.items()}
-        with ThreadPoolExecutor(max(1, len(lanes))) as threads:
+        mine: list[int] = []
+        with ThreadPoolExecutor(max(1, len(lanes)), initializer=lambda: mine.append(threading.get_ident())) as threads:
             asked = {
                 name: threads.submit(lane.generate, prompts[name], sampling, **fields) for name, lane in lanes.items()
             }
-            return {name: each.result() for name, each in asked.items()}
+            try:
+                return {name: each.result() for name, each in asked.items()}
+            except KeyboardInterrupt:
+                while wait(asked.values(), timeout=0.1).not_done:  # one of them may just be about to begin
+                    self.engine.cancel(mine)
+                raise
 
     def sample_saved(
         self,
@@ -480,8 +544,9 @@ class Adapters:
     @contextlib.contextmanager
     def _guest(self, directory: Path) -> Iterator[LocalEngine]:
         """A lane that holds a saved adapter while it is read; waits where all of them hold others that are read. Who
-        waits is not overtaken."""
-        saved, ticket = _Saved.of(adapter_in(directory)), object()
+        waits is overtaken only by those who wait, too, for the adapter whose turn it is: it is loaded once for them."""
+        saved = _Saved.of(adapter_in(directory))
+        ticket = _Ticket(saved)
 
         def free() -> list[_Guest]:
             found = [guest for guest in self._guests if guest.wanted == saved]
@@ -490,13 +555,23 @@ class Adapters:
         with self._guests_changed:
             self._waiting.append(ticket)
             try:
-                self._guests_changed.wait_for(lambda: self._waiting[0] is ticket and free())
-                guest = min(free(), key=lambda each: each.used)
-                self._used += 1
-                guest.readers, guest.used, guest.wanted = guest.readers + 1, self._used, saved
+                self._guests_changed.wait_for(lambda: ticket.guest or (self._waiting[0] is ticket and free()))
+                if ticket.guest is None:
+                    guest = min(free(), key=lambda each: each.used)
+                    self._used += 1
+                    guest.used, guest.wanted = self._used, saved
+                    for each in [each for each in self._waiting if each.saved == saved]:
+                        self._waiting.remove(each)
+                        each.guest, guest.readers = guest, guest.readers + 1
+            except BaseException:
+                if ticket.guest is None:
+                    self._waiting.remove(ticket)
+                else:
+                    ticket.guest.readers -= 1
+                raise
             finally:
-                self._waiting.remove(ticket)
                 self._guests_changed.notify_all()
+        guest = ticket.guest
         try:
             with guest.lock:  # another reader may be loading it
                 if guest.loaded != saved:
@@ -511,7 +586,7 @@ class Adapters:
 
     def _invite(self, guest: _Guest, directory: Path) -> None:
         try:
-            bundle = read_adapter(directory, self.base.path, dtype=self._engine_dtype)
+            bundle = self._read(directory, dtype=self._engine_dtype)
             published = self._store.publish(bundle, guest.lane.version + 1)
             guest.lane.load_adapter(published, guest.lane.version + 1)
             if guest.published is not None:
@@ -523,13 +598,24 @@ class Adapters:
                 guest.lane.withdraw_adapter("what was loaded last is not what was read")
             raise
 
+    def _read(self, directory: Path, dtype: torch.dtype | None = None) -> AdapterBundle:
+        """Read an adapter while nothing else is computed: it is judged on a model without values, and to build one
+        changes what is global to the process."""
+        with self._training, self.engine.paused():
+            return read_adapter(directory, self.base.path, dtype=dtype)
+
     def save(self, name: str, directory: str | os.PathLike[str], *, optimizer: bool = True) -> Path:
         """Write an adapter as a PEFT directory, with the state of its optimizer; gradients are not saved.
 
         Args:
             directory: is made, and holds nothing else.
+
+        Raises:
+            ConfigConflictError: there is such a directory.
         """
         path = Path(directory)
+        if path.exists():
+            raise ConfigConflictError(f"saving an adapter: there is a {path} already. Use another name, or remove it.")
         path.mkdir(parents=True)
         with self._training:
             held = self._of(name)
@@ -544,8 +630,14 @@ class Adapters:
         Raises:
             AdapterRejectedError: it has other layers, another rank, scaling or base, or no optimizer's state.
         """
-        path = Path(directory)
-        read_adapter(path, self.base.path)
+        self._load(name, self._readable(directory), optimizer=optimizer)
+
+    def _readable(self, directory: str | os.PathLike[str]) -> Path:
+        path = adapter_in(directory)
+        self._read(path)
+        return path
+
+    def _load(self, name: str, path: Path, *, optimizer: bool) -> None:
         with self._training:
             held = self._of(name)
             self._loras.load(held.key, path, optimizer=optimizer)
@@ -554,16 +646,19 @@ class Adapters:
     def _of(self, name: str) -> _Held:
         if name not in self._held:
             known = ", ".join(map(repr, self._held)) or "none"
-            raise ConfigConflictError(f"using an adapter: there is none named {name!r}. Held are: {known}.")
+            raise ConfigConflictError(
+                f"using an adapter: there is none named {name!r}. Held are: {known}; create and open make one."
+            )
         return self._held[name]
 
     def close(self, *, force: bool = False) -> None:
-        """Forget all adapters and stop the engine; harmless when repeated."""
-        for name in self:
-            self.drop(name)
-        self._store.close()
-        self._loras = LoraSet(None)
-        self.engine.close(force=force)
+        """Forget all adapters and stop the engine, also where an adapter cannot be dropped; harmless when repeated."""
+        with contextlib.ExitStack() as left:
+            left.callback(self.engine.close, force=force)
+            left.callback(setattr, self, "_loras", LoraSet(None))
+            left.callback(self._store.close)
+            for name in self:
+                left.callback(self.drop, name)
 
     def __enter__(self) -> Adapters:
         return self

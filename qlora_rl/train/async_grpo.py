@@ -19,8 +19,7 @@ from qlora_rl.sync.mismatch_debugger import Sampled as Examined
 from qlora_rl.train.grpo import QLoRAGRPOTrainer
 from qlora_rl.train.metrics.alarm import few_of
 from qlora_rl.train.ranks.shared_engine import SharedEngine
-from qlora_rl.train.rollouts.prefetch import Batch, Prefetch
-from qlora_rl.train.rollouts.staleness import StalenessLimit
+from qlora_rl.train.rollouts.ahead import Batch, Prefetch, StalenessLimit
 from qlora_rl.train.rollouts.workers import RolloutWorkers, Sampled, merged_metrics
 from qlora_rl.train.setup.processes import shards_base
 

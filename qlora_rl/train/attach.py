@@ -12,20 +12,19 @@ from qlora_rl.adapter.inspected import active_adapter, bare_model, is_bare
 from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.contracts import RolloutEngine, SyncReport
 from qlora_rl.distributed import join, ranks
-from qlora_rl.engine.started import as_one
+from qlora_rl.engine.started import as_one, is_here
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
 from qlora_rl.fidelity import FidelityMonitor
 from qlora_rl.sharded_tensors import is_sharded
-from qlora_rl.train.linked import LinkedTrainer
-from qlora_rl.train.metrics.alarm import MismatchAlarm, alarm_for, check_word
+from qlora_rl.train.metrics.alarm import MismatchAlarm, check_word
 from qlora_rl.train.metrics.measure import MeasuredSteps
 from qlora_rl.train.metrics.rewards import apply_attention_to, check_signature, guard
+from qlora_rl.train.online import LinkedTrainer
 from qlora_rl.train.rloo import SampledLogprobs
-from qlora_rl.train.rollouts.endings import EndedCompletions
-from qlora_rl.train.rollouts.engine_link import Link, link_policy
-from qlora_rl.train.rollouts.engines import EngineChoice
+from qlora_rl.train.rollouts.batches import EndedCompletions
+from qlora_rl.train.rollouts.engine_link import EngineChoice, Link, link_policy
 from qlora_rl.train.run.progress import told
-from qlora_rl.train.run.wrapped import WrappedModel
+from qlora_rl.train.run.resume import WrappedModel
 from qlora_rl.train.scoring.logprobs import truncation_of, use_small_tiles
 from qlora_rl.train.setup import config_checks, dataset_checks, settings
 from qlora_rl.train.setup.model_source import Source, base_of
@@ -55,21 +54,16 @@ class Attachment:
         names = (*_ATTRIBUTES, "reward_funcs")
         self._before = {name: trainer.__dict__[name] for name in names if name in trainer.__dict__}
         trainer.__class__ = _attached(self._kind)
-        trainer._link, trainer.bridge, trainer.engine = link, link.bridge, link.engine
         _prepare_rewards(trainer)
         callbacks = list(trainer.callback_handler.callbacks)
         keep_start(trainer)
-        link.bridge.install(trainer)
         model = trainer.accelerator.unwrap_model(trainer.model)
         if (truncated := truncation_of(trainer, link.bridge.sampling)) is not None:
             bare = bare_model(model)
             self._before["forward"] = bare, bare.__dict__["forward"]  # TRL's, which has its fused head
             use_small_tiles(bare, trainer.temperature, truncated=truncated)
             trainer._truncated = truncated
-        alarm = alarm_for(
-            link, model, trainer.args, on_mismatch, rollout_func=rollout_func, truncated=trainer._truncated
-        )
-        trainer.measure_into(None, alarm, compares=link.bridge.knows_logprobs(rollout_func))
+        trainer._follow(link, model, rollout_func, on_mismatch)
         self._callbacks = [c for c in trainer.callback_handler.callbacks if c not in callbacks]
         logger.info("%s samples from %s", self._kind.__name__, link.engine.capabilities().name)
 
@@ -171,7 +165,7 @@ def attach(
         base = _base(model, trainer, rollout)
         begin_alike(model)
         options = {"repair_scales": False, **settings.engine_options(trainer.args), **(engine_options or {})}
-        choice = EngineChoice(rollout, options, api_key_file=api_key_file, sync_dir=sync_dir)
+        choice = EngineChoice(rollout, options, api_key_file=api_key_file)
         link = link_policy(
             model,
             base,
@@ -219,7 +213,7 @@ def _base(model: Any, trainer: Any, rollout: Any) -> PreparedBase:
             f"attaching to a trainer: its model is split over {ranks().size} processes already, and its base can no "
             "longer be written down. Attach before train(); under ZeRO-3 load the model before its config is made."
         )
-    if isinstance(rollout, str) and (rollout != "colocate" or args.vllm_tensor_parallel_size > 1):
+    if isinstance(rollout, str) and (not is_here(rollout) or args.vllm_tensor_parallel_size > 1):
         asks = {name: getattr(trainer, name, None) for name in ("tools", "rollout_func")}
         check_turns(args, asks | {"environment_factory": getattr(trainer, "environment_factories", None)})
     base = ranks().in_turn(lambda: _written_down(model, trainer), "preparing the base")

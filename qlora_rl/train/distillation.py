@@ -33,15 +33,15 @@ from qlora_rl.data.rows import reading
 from qlora_rl.documents import read_object
 from qlora_rl.engine.client import PromptLogprobs
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, PromptTooLongError, collected
+from qlora_rl.fidelity import mean_by_position
 from qlora_rl.memory.plan import teacher_fields
 from qlora_rl.memory.shape import read_config
 from qlora_rl.methods import METHODS
 from qlora_rl.sync.truncated_sampling import TruncatedSampling
 from qlora_rl.train.metrics.measure import MeasuredSteps, logprobs_like
-from qlora_rl.train.metrics.teaching import TaughtSteps
 from qlora_rl.train.online import OnlineOptions, OnlineTrainer
+from qlora_rl.train.rollouts.batches import EndedCompletions
 from qlora_rl.train.rollouts.bridge import EngineBridge
-from qlora_rl.train.rollouts.endings import EndedCompletions
 from qlora_rl.train.run import CONFIG
 from qlora_rl.train.scoring.divergence import from_candidates, from_hidden
 from qlora_rl.train.scoring.logprobs import TOKENS, logit_scale_of, score
@@ -130,9 +130,7 @@ class TaughtRollouts:
             )
 
 
-class QLoRADistillationTrainer(
-    OnlineTrainer, TaughtSteps, MeasuredSteps, TaughtRollouts, EndedCompletions, DistillationTrainer
-):
+class QLoRADistillationTrainer(OnlineTrainer, MeasuredSteps, TaughtRollouts, EndedCompletions, DistillationTrainer):
     """On-policy distillation on a 4-bit base: TRL's DistillationTrainer, its arguments (but `tools`) and config,
     sampling from an engine of ours, and these.
 
@@ -175,6 +173,8 @@ class QLoRADistillationTrainer(
     # Rows of the batch whose loss is still to be computed, and what is known of the others.
     _unscored = 0
     _parts: Sequence[tuple[dict[str, Any], torch.Tensor]] = ()
+    # Of the same parts: how far student and teacher are apart at each token, in nats, and which tokens count.
+    _taught: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
     # The part whose loss is being computed, while its sampled tokens are to be scored.
     _part: dict[str, Any] | None = None
 
@@ -407,16 +407,14 @@ class QLoRADistillationTrainer(
             if self.teacher_model is None:
                 found_N, entropy_N = from_candidates((ours_NH, *head), *said, self.beta, self.temperature, tokens)
             else:
-                said = theirs_NH, _head_of(self.teacher_model)
+                its = _head_of(self.teacher_model)
                 found_N, entropy_N = from_hidden(
-                    (ours_NH, *head), (theirs_NH, *said[1]), self.beta, self.temperature, tokens
+                    (ours_NH, *head), (theirs_NH, *its), self.beta, self.temperature, tokens
                 )
         if is_watched:
-            self._note_teaching(
-                inputs,
-                found_N,
-                {"student": (ours_NH, head), "teacher": said},
-            )
+            divergence_N = found_N.detach().float()
+            divergence_BT = divergence_N.new_zeros(wanted_BT.shape).masked_scatter(wanted_BT, divergence_N)
+            self._taught = [*self._taught, (divergence_BT, wanted_BT)]
         count = wanted_BT.sum()
         divisor = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         return found_N.sum() / divisor, entropy_N.sum(), count
@@ -452,7 +450,8 @@ class QLoRADistillationTrainer(
     # --- the measurement ----------------------------------------------------------------------------------------------
 
     def _compare(self, mode: str, output: dict[str, Any]) -> None:
-        self._unscored, self._parts = len(output["completion_ids"]), ()  # the loss comes past them anyway
+        # The loss comes past them anyway.
+        self._unscored, self._parts, self._taught = len(output["completion_ids"]), (), ()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's; after the backward pass of a batch's last part, what the student thinks of the whole batch is
@@ -473,6 +472,10 @@ class QLoRADistillationTrainer(
         parts, self._parts = self._parts, ()
         batch = {name: torch.cat([inputs[name] for inputs, _ in parts]) for name in _ROWS}
         self._look_at(mode, batch, torch.cat([logprobs for _, logprobs in parts]))
+        divergences, masks = zip(*self._taught, strict=True)
+        divergence_BT, mask_BT = torch.cat(divergences).double(), torch.cat(masks)
+        mean, by_position = float(divergence_BT[mask_BT].mean()), mean_by_position(divergence_BT, mask_BT)
+        self._note(mode, {"teacher_divergence": mean, "teacher_divergence_by_position": by_position})
 
     def __init__(
         self,

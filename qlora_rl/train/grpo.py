@@ -14,8 +14,7 @@ from qlora_rl.methods import METHODS
 from qlora_rl.train.metrics.measure import MeasuredSteps
 from qlora_rl.train.metrics.routing import RoutedSteps
 from qlora_rl.train.online import OnlineOptions, OnlineTrainer
-from qlora_rl.train.rollouts.endings import EndedCompletions
-from qlora_rl.train.rollouts.groups import GroupedPrompts, ImageRows
+from qlora_rl.train.rollouts.batches import EndedCompletions, GroupedPrompts, ImageRows
 from qlora_rl.train.setup import settings
 from qlora_rl.train.single_forward import SingleForward
 
@@ -52,8 +51,7 @@ class QLoRAGRPOTrainer(
             autocast they are multiplied in bf16 as the engine does. "bfloat16" is what TRL does to 4-bit models.
         engine_options: further arguments of LocalEngine (of RayFleet, start_server); they win over the `vllm_*` fields
             of `args`.
-        sync_dir: where adapter versions are written for the engine; by default tmpfs. With a server: its adapter
-            directory, if this machine sees it; otherwise adapters are sent in requests.
+        sync_dir: where adapter versions are written that an engine of this process must load; by default tmpfs.
         existing_run: what to do when `args.output_dir` holds a run: `"reject"`, `"overwrite"`, `"continue"` (append),
             or `"resume"`: `train()` goes on from its last whole checkpoint, or begins where there is none yet.
         canary_every: what the engine's buffers hold is compared with what was sent after every push; fixed sequences

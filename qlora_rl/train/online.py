@@ -1,4 +1,6 @@
-"""`OnlineTrainer`: a mixin for TRL's trainers that sample. It does what has to be done around TRL's `__init__`.
+"""`OnlineTrainer`: a mixin for TRL's trainers that sample; `LinkedTrainer`: the part of it that `attach` takes, too.
+
+It does what has to be done around TRL's `__init__`.
 
 Before it: the model becomes a prepared base, model and engine are paired, TRL is told that there is no vLLM. After it:
 the adapter's dtype, the guarded rewards, the link to the engine, the run directory.
@@ -13,21 +15,19 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from qlora_rl.adapter.inspected import bare_model
-from qlora_rl.base.checkpoint import models_are_whole
+from qlora_rl.adapter.inspected import bare_model, is_bare
+from qlora_rl.base.checkpoint import PreparedBase, models_are_whole
 from qlora_rl.base.model_classes import directory_takes_images, may_take_images
 from qlora_rl.contracts import RolloutEngine, SyncReport
 from qlora_rl.distributed import join, ranks
-from qlora_rl.engine.started import ENGINES, as_one
-from qlora_rl.errors import ConfigConflictError, EngineClosedError
+from qlora_rl.engine.started import ENGINES, as_one, is_here
+from qlora_rl.errors import ConfigConflictError, EngineClosedError, RewardFunctionError
 from qlora_rl.stages import begin
 from qlora_rl.sync.plan import WISHES, plan_sync
-from qlora_rl.train.linked import LinkedTrainer
 from qlora_rl.train.metrics.alarm import alarm_for, check_word
-from qlora_rl.train.metrics.rewards import apply_attention_to, as_list, check_signature, guard
-from qlora_rl.train.rollouts.engine_link import Link, link_policy, release, why_dense
-from qlora_rl.train.rollouts.engines import EngineChoice
-from qlora_rl.train.run import CONFIG, FINGERPRINTS
+from qlora_rl.train.metrics.rewards import agree_on, apply_attention_to, as_list, check_signature, guard
+from qlora_rl.train.rollouts.engine_link import EngineChoice, Link, link_policy, release, why_dense
+from qlora_rl.train.run import CONFIG, FINGERPRINTS, RunDirectory
 from qlora_rl.train.run.progress import told
 from qlora_rl.train.run.recorded_training import (
     RecordedTraining,
@@ -39,11 +39,53 @@ from qlora_rl.train.run.recorded_training import (
 from qlora_rl.train.scoring.logprobs import truncation_of, use_small_tiles
 from qlora_rl.train.setup import config_checks, dataset_checks, settings
 from qlora_rl.train.setup.engine_order import SHARE, Pair, make_pair
-from qlora_rl.train.setup.full_finetuning import check_whole, trains_whole, unfreeze
 from qlora_rl.train.setup.memory_budget import MemoryBudget, budget_of
 from qlora_rl.train.setup.model_source import Source
 from qlora_rl.train.setup.processes import check_processes, check_turns, shards_base
 from qlora_rl.train.setup.residual_init import settle
+
+
+class LinkedTrainer:
+    """Comes before `MeasuredSteps` and TRL's class.
+
+    Attributes:
+        run: the run directory; `None` without one, and on other processes than the first.
+    """
+
+    run: RunDirectory | None = None
+    engine: RolloutEngine
+    _link: Link
+    # Of reward functions, where several ranks must agree before one may raise.
+    _failures: list[RewardFunctionError] | None = None
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's, in which all ranks meet; then what a reward function has raised on one of them is raised on all."""
+        rewards = super()._calculate_rewards(*args, **kwargs)
+        agree_on(self._failures)
+        return rewards
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        self._last_loaded_step = -1  # it is another policy now, though no step was made
+
+    def _before_rollout(self, mode: str) -> None:
+        if self._link.bridge.is_overtaken():
+            self._last_loaded_step = -1
+        self._link.bridge.begin(self.state.global_step, is_evaluation=mode == "eval")
+
+    def _after_generation(self) -> None:
+        self._link.bridge.rest()
+
+    def _rollout_facts(self) -> dict[str, float]:
+        return self._link.rollout_facts(self.run)
+
+    def _follow(self, link: Link, model: Any, rollout_func: Any, on_mismatch: str) -> None:
+        """TRL samples through the link, and the steps are measured; `model` is the policy."""
+        self._link, self.engine, self.bridge = link, link.engine, link.bridge
+        self.bridge.install(self)
+        alarm = alarm_for(link, model, self.args, on_mismatch, rollout_func=rollout_func, truncated=self._truncated)
+        self.measure_into(self.run, alarm, compares=self.bridge.knows_logprobs(rollout_func))
+
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +120,11 @@ class OnlineOptions:
             raise ConfigConflictError(
                 f"reading the arguments: sync={self.sync!r} is not one of {WISHES}. Use 'auto'; nothing is ever merged "
                 "here."
+            )
+        if self.sync_dir is not None and isinstance(self.rollout, str | list) and not is_here(self.rollout):
+            raise ConfigConflictError(
+                f"reading the arguments: sync_dir={str(self.sync_dir)!r}, and rollout={self.rollout!r} is sent its "
+                "adapters, which are written into no directory of yours. Leave sync_dir out."
             )
         if self.share_base not in SHARE:
             raise ConfigConflictError(f"reading the arguments: share_base={self.share_base!r} is not one of {SHARE}.")
@@ -198,10 +245,11 @@ class OnlineTrainer(LinkedTrainer, RecordedTraining):
         rollout = as_one(options.rollout)
         config_checks.check(args, rollout)
         config_checks.check_logprobs(args, rollout, of_trl.get("rollout_func"))
-        is_whole = trains_whole(model, peft_config, options.sync)
+        # No adapter anywhere, and sync="weights" says that it is meant so.
+        is_whole = is_bare(model) and peft_config is None and options.sync == "weights"
         check_processes(args, "choosing the engine")
         peft_config, start = settle(model, peft_config)
-        is_shared = isinstance(rollout, str) and (rollout != "colocate" or _ranks_of_engine(args, options) > 1)
+        is_shared = isinstance(rollout, str) and (not is_here(rollout) or _ranks_of_engine(args, options) > 1)
         if is_shared and not self._method.is_ahead:  # whose threads ask it, each rank on its own
             check_turns(args, of_trl)
         return _Asked(
@@ -284,7 +332,7 @@ class OnlineTrainer(LinkedTrainer, RecordedTraining):
         if images and not directory_takes_images(base.path):
             dataset_checks.reject_images(images, f"{base} takes none")
         if asked.is_whole:
-            check_whole(base, asked.options.share_base)
+            _check_whole(base, asked.options.share_base)
         processing_class = given if given is not None else load_tokenizer(base, args)
         dataset_checks.check_processor(processing_class, base.path, is_given=given is not None)
         of_template = getattr(args, "chat_template_kwargs", None) or {}
@@ -307,7 +355,6 @@ class OnlineTrainer(LinkedTrainer, RecordedTraining):
             asked.rollout,
             engine_options,
             api_key_file=options.api_key_file,
-            sync_dir=options.sync_dir,
             session=self.run.session if self.run is not None else None,
         )
 
@@ -318,7 +365,8 @@ class OnlineTrainer(LinkedTrainer, RecordedTraining):
         model_of_trl = self._model_for_trl(pair.model, asked.peft_config, args)
         before = {} if asked.is_whole else trained_values(model_of_trl["model"])
         if asked.is_whole:
-            unfreeze(pair.model)
+            for parameter in pair.model.parameters():
+                parameter.requires_grad_(parameter.is_floating_point())
         rewards = as_list(of_trl.pop("reward_funcs"))
         for_rewards = of_trl.pop("reward_processing_classes")
         with settings.told_no_vllm(args, rewards):
@@ -360,13 +408,9 @@ class OnlineTrainer(LinkedTrainer, RecordedTraining):
             held: how the base is held, and by which engine; for config.json.
             computes: of `_build`.
         """
-        options, rollout_func = asked.options, asked.of_trl.get("rollout_func")
-        self._take(link)
-        self.bridge.install(self)
-        alarm = alarm_for(
-            link, self.model, asked.args, options.on_mismatch, rollout_func=rollout_func, truncated=self._truncated
-        )
-        self.measure_into(self.run, alarm, compares=self.bridge.knows_logprobs(rollout_func))
+        options = asked.options
+        self.base_check, self.plan = link.base_check, link.plan
+        self._follow(link, self.model, asked.of_trl.get("rollout_func"), options.on_mismatch)
         self.follow_routing(replays=options.routing_replay)
         if self.run is None:
             return
@@ -429,11 +473,6 @@ class OnlineTrainer(LinkedTrainer, RecordedTraining):
             for reward, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
         ]
 
-    def _take(self, link: Link) -> None:
-        self._link = link
-        self.engine: RolloutEngine = link.engine
-        self.base_check, self.plan, self.bridge = link.base_check, link.plan, link.bridge
-
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As `RecordedTraining.train`.
 
@@ -476,6 +515,20 @@ class OnlineTrainer(LinkedTrainer, RecordedTraining):
     def _write_rest(self) -> None:
         self._record.flush()
         self._rollout_facts()  # a push whose rollout or reward failed is still written down
+
+
+def _check_whole(base: PreparedBase, share_base: bool | str) -> None:
+    """Raises: ConfigConflictError: the base itself is to be trained, and it is 4-bit, or shared with the engine."""
+    if base.spec.is_4bit:
+        raise ConfigConflictError(
+            f"reading the model: peft_config=None, and {base} is 4-bit, which cannot be trained itself. Pass "
+            "peft_config=LoraConfig(r=16, target_modules='all-linear'), or a base of prepare_base(model, quant='none')."
+        )
+    if share_base is True:
+        raise ConfigConflictError(
+            "reading the arguments: share_base=True, and the base itself is trained, under which the engine's must not "
+            "move. Leave share_base out."
+        )
 
 
 def _columns(asked: _Asked) -> Any:

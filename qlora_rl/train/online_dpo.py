@@ -32,7 +32,8 @@ from qlora_rl.distributed import ranks
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, RewardFunctionError
 from qlora_rl.methods import METHODS
 from qlora_rl.sync.truncated_sampling import TruncatedSampling
-from qlora_rl.train.metrics.measure import MeasuredSteps, batch_of_all_ranks, of_all_ranks
+from qlora_rl.train.metrics.measure import MeasuredSteps, batch_of_all_ranks
+from qlora_rl.train.metrics.rewards import agree_on
 from qlora_rl.train.online import OnlineOptions, OnlineTrainer
 from qlora_rl.train.setup import settings
 from qlora_rl.train.setup.processes import sharding_of
@@ -202,8 +203,8 @@ class SampledPairs:
             # counts again.
             with torch.no_grad():
                 self._of_reference = super()._forward(self.ref_model, *batch)
+        self._note_rollout(*batch_of_all_ranks(completion_mask))
         if not self._compares:
-            self._note_rollout({}, *batch_of_all_ranks(completion_mask))
             return super()._forward(*arguments)
         seen: list[torch.Tensor] = []
         hook = model.register_forward_hook(lambda module, inputs, output: seen.append(output.logits.detach()))
@@ -227,9 +228,10 @@ class SampledPairs:
             "prompt_ids": prompt_ids,
             "prompt_mask": prompt_mask,
             "completion_ids": completion_ids,
+            "completion_mask": completion_mask,
             "sampling_per_token_logps": theirs_BT,
         }
-        self._observe(ours_BT, rollout, completion_mask)
+        self._look_at("train", rollout, ours_BT)
         return logprobs_BT
 
     def _sampled_logprobs(self, logits_TV: torch.Tensor, ids_T: torch.Tensor) -> torch.Tensor:
@@ -237,28 +239,10 @@ class SampledPairs:
         logprobs_T = logits_TV.log_softmax(-1).gather(1, ids_T[:, None])[:, 0]
         return logprobs_T if self._truncated is None else logprobs_T - self._truncated.log_kept(logits_TV, ids_T)
 
-    def _observe(self, ours_BT: torch.Tensor, rollout: dict[str, Any], mask_BT: torch.Tensor) -> None:
-        ours_BT, theirs_BT, of_all_BT = batch_of_all_ranks(ours_BT, rollout["sampling_per_token_logps"], mask_BT)
-        fidelity = self.fidelity.observe(ours_BT, theirs_BT, of_all_BT)
-        measured = {k: v for k, v in fidelity.as_dict().items() if k != "tokens"}
-        if self.alarm is not None and self.alarm.threshold is not None:
-            measured["mismatch_threshold"] = self.alarm.threshold
-        self._note_rollout(measured, of_all_BT)
-        if self.alarm is not None:
-            self._watch(fidelity, rollout, mask_BT)
-
-    def _note_rollout(self, measured: dict[str, Any], of_all_BT: torch.Tensor) -> None:
-        """Into TRL's log and the record of the step.
-
-        Args:
-            measured: of the distance to the engine.
-            of_all_BT: the mask of the completions of all ranks.
-        """
-        measured = of_all_ranks(dict(self._rollout_facts())) | measured
-        for name, value in measured.items():
-            if name != "by_position":  # TRL's log takes numbers
-                self._metrics["train"][f"qlora_rl/{name}"].append(value)
-        self._record.add(completion_length=float(of_all_BT.sum(1).float().mean()), **measured)
+    def _note_rollout(self, of_all_BT: torch.Tensor) -> None:
+        """Into TRL's log and the record of the step; of the mask of the completions of all ranks."""
+        self._note("train", self._measured_rollout())
+        self._record.add(completion_length=float(of_all_BT.sum(1).float().mean()))
 
     # What TRL has gathered since its last log.
 
@@ -272,10 +256,7 @@ class SampledPairs:
     def _calculate_rewards_from_functions(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """TRL's; what a reward function has raised on one rank is raised on all."""
         rewards_B = super()._calculate_rewards_from_functions(*args, **kwargs)
-        failed = self._failures.pop(0) if self._failures else None
-        if self._failures is not None:
-            self._failures.clear()
-        ranks().agree(failed, "scoring completions")
+        agree_on(self._failures)
         (of_all_1B,) = batch_of_all_ranks(rewards_B[None])
         self._record.add(reward=float(of_all_1B.mean()), reward_std=float(of_all_1B.std()))
         return rewards_B

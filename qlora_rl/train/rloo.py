@@ -15,9 +15,8 @@ from qlora_rl.methods import METHODS
 from qlora_rl.train.metrics.measure import MeasuredSteps, logprobs_like
 from qlora_rl.train.metrics.routing import RoutedSteps
 from qlora_rl.train.online import OnlineOptions, OnlineTrainer
+from qlora_rl.train.rollouts.batches import EndedCompletions, GroupedPrompts, ImageRows
 from qlora_rl.train.rollouts.bridge import EngineBridge
-from qlora_rl.train.rollouts.endings import EndedCompletions
-from qlora_rl.train.rollouts.groups import GroupedPrompts, ImageRows
 from qlora_rl.train.setup import settings
 
 

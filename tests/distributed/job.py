@@ -214,9 +214,9 @@ def watch_order(trainer: Any, report: dict[str, Any]) -> None:
 def shared(make: Any) -> str:
     """Where a server would be started, rank 0 makes this engine, and owns it for all ranks."""
     from qlora_rl.engine import compat
-    from qlora_rl.train.rollouts import engines
+    from qlora_rl.train.rollouts import engine_link
 
-    engines.start_engine = lambda *_: engines._for_all(make)
+    engine_link.start_engine = lambda *_: engine_link._for_all(make)
     compat.require_server = lambda: None  # vLLM may have none: 0.26
     return "server"
 

@@ -9,6 +9,8 @@ from job import main
 from resumed import lines
 from support import make_model
 
+from qlora_rl import prepare_base
+
 # DoRA is in test_full_weights.py, the other kinds for one process in engine/test_dense.py.
 pytestmark = pytest.mark.full
 
@@ -26,8 +28,6 @@ def kinds_of(way):
 
 @pytest.fixture(scope="module")
 def plain_base(model_dir):
-    from qlora_rl import prepare_base
-
     return str(prepare_base(model_dir, quant="none", compute_dtype="float32").path)
 
 
@@ -49,8 +49,6 @@ def alone(bases, tmp_path_factory):
 @pytest.fixture(scope="module")
 def wide_base(tmp_path_factory):
     """Weights that are much larger than what is dequantised at once."""
-    from qlora_rl import prepare_base
-
     model = make_model(tmp_path_factory.mktemp("wide") / "model", head_dim=256)
     return str(prepare_base(model, compute_dtype="float32").path)
 

@@ -3,10 +3,12 @@
 import contextlib
 import fcntl
 import os
+import signal
 import subprocess
 import sys
 
 import pytest
+from support import make_model
 
 PROMPTS = [[40 + i, 41, 42, 43 + i] for i in range(8)]
 
@@ -18,6 +20,32 @@ def engine(base):
 
     with LocalEngine(base, max_lora_rank=8, max_model_length=64, max_num_seqs=64, max_num_batched_tokens=512) as engine:
         yield engine
+
+
+@pytest.fixture(scope="session")
+def untied(tmp_path_factory):
+    """An NF4 base whose head and embedding are apart."""
+    from qlora_rl import prepare_base
+
+    return prepare_base(make_model(tmp_path_factory.mktemp("untied") / "model", tied=False))
+
+
+@pytest.fixture
+def bundle(adapted):
+    """What is pushed of the adapted model."""
+    import torch
+
+    from qlora_rl import export_adapter
+
+    return export_adapter(adapted, dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def interruptible():
+    """Python's own handler: a shell in the background hands on SIGINT as ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

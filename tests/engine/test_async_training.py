@@ -103,14 +103,6 @@ def test_every_rollout_was_sampled_by_the_version_that_it_says_and_is_trained_on
     assert not [thread for thread in threading.enumerate() if "qlora-rl-rollouts" in thread.name]
 
 
-@pytest.fixture
-def interruptible():
-    """Python's own handler: a shell in the background hands on SIGINT as ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.parametrize("threads", [1, 2])  # with one, the batch that is waited for is the only one that runs
 @pytest.mark.parametrize("rollout", ["colocate", pytest.param("server", marks=pytest.mark.full)])
 def test_ctrl_c_ends_a_rollout_in_its_thread(base, tmp_path, rollout, threads, interruptible):

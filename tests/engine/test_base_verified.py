@@ -97,9 +97,7 @@ def test_a_fused_linear_whose_parts_vllm_names_is_said_in_a_sentence(tmp_path, m
     with LocalEngine(base, max_model_length=32, max_num_seqs=4, repair_scales=False) as engine:
         theirs = Glm4ForCausalLM.packed_modules_mapping | {"gate_up_proj": ["gate_proj", "up_proj"]}
         monkeypatch.setattr(Glm4ForCausalLM, "packed_modules_mapping", theirs)
-        with pytest.raises(
-            EngineUnsupportedError, match=r"1 weight\(s\) for .*gate_up_proj.*start the engine with them"
-        ):
+        with pytest.raises(EngineUnsupportedError, match="gate_up_proj"):
             engine.describe_base()
 
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import support
 
-from qlora_rl.demo.job import DemoSettings, summarise_steps, table
+from qlora_rl.demo.job import table
 
 
 def command(*arguments):
@@ -52,7 +52,7 @@ def test_the_demo_learns_to_carry(finished):
 def test_the_demo_leaves_a_whole_run_directory(finished):
     out, printed = finished
     assert {f.name for f in out.iterdir()} >= {
-        "config.json", "metrics.jsonl", "sync.jsonl", "summary.json", "samples.json", "report.html", "adapter",
+        "config.json", "metrics.jsonl", "sync.jsonl", "summary.json", "eval.json", "report.html", "adapter",
     }  # fmt: skip
     keys = {"reward_first", "reward_last", "accuracy_before", "accuracy_after", "mismatch_kl_median", "mismatch_kl_p95"}
     keys |= {"mismatch_kl_max", "sync_seconds_median", "step_seconds_median", "rollout_tokens_per_s", "steps_per_s"}
@@ -96,7 +96,7 @@ def _count(out: Path) -> int:
 def test_trls_own_way_runs_the_same_job_and_is_measured(finished, demo_cache, tmp_path):
     ours, _ = finished
     out = tmp_path / "merge"
-    arguments = ["--steps", 6, "--sync", "trl-merge", "--quiet", "--out", out, "--against", ours]
+    arguments = ["--steps", 6, "--sync", "trl-merge", "--quiet", "--out", out]
     done = support.command("demo", *arguments, environment=demo_cache)
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads((out / "summary.json").read_text())
@@ -105,7 +105,6 @@ def test_trls_own_way_runs_the_same_job_and_is_measured(finished, demo_cache, tm
     # Measured: 0.5 median over 40 steps against 1e-5.
     assert summary["mismatch_kl_max"] > 10 * adapter_only["mismatch_kl_max"]
     assert summary["sync_seconds_median"] > 5 * adapter_only["sync_seconds_median"]
-    assert ours.name in (out / "report.html").read_text()
 
 
 # What an adapter becomes as full weights is compared weight by weight in test_dense.py, for all three.
@@ -124,13 +123,6 @@ def test_the_demo_by_full_weights_leaves_a_whole_run(demo_cache, tmp_path, adapt
     assert (out / "report.html").is_file()
 
 
-def test_an_adapter_that_cannot_travel_alone_is_rejected_without_full_weights(demo_cache, tmp_path):
-    done = support.command("demo", "--adapter", "dora", "--out", tmp_path / "run", environment=demo_cache)
-    assert done.returncode == 1
-    assert "Use --sync weights" in done.stderr
-    assert not (tmp_path / "run").exists()
-
-
 def test_prepare_makes_a_base_and_says_what(model_dir, tmp_path, demo_cache):
     out = tmp_path / "base"
     arguments = ["prepare", model_dir, out, "--quant", "fp4", "--no-double-quant", "--blocksize", 128]
@@ -142,18 +134,3 @@ def test_prepare_makes_a_base_and_says_what(model_dir, tmp_path, demo_cache):
     assert open_base(out).spec.blocksize == 128
     done = support.command("prepare", tmp_path / "none", out, environment=demo_cache)
     assert (done.returncode, "Traceback" in done.stderr) == (1, False)
-
-
-def test_settings_that_make_no_sense_are_rejected():
-    from qlora_rl import ConfigConflictError
-
-    with pytest.raises(ConfigConflictError, match="steps=0 < 1"):
-        DemoSettings(steps=0)
-    with pytest.raises(ConfigConflictError, match="sync='fast'"):
-        DemoSettings(sync="fast")
-
-
-def test_a_run_without_steps_is_summarised_without_numbers():
-    summary = summarise_steps([])
-    assert set(summary.values()) == {None}
-    assert "-" in table(summary)

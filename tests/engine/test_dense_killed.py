@@ -5,25 +5,19 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 from kinds import ADAPTER, FULL_WEIGHTS
 from pair import SEQUENCES, Pair, trained
-from support import make_model
 
-from qlora_rl import DenseSync, EngineBrokenError, ServerEngine, bake_base, prepare_base, start_server
+from qlora_rl import DenseSync, EngineBrokenError, ServerEngine, bake_base, start_server
 from qlora_rl.engine.staging import STAGES
 
 EXACT = 1e-5
 OPTIONS = {"max_lora_rank": 0, "max_model_length": 32, "max_num_seqs": 8, "timeout_s": 600}
-
-
-@pytest.fixture(scope="module")
-def untied(tmp_path_factory):
-    """An NF4 base whose head and embedding are apart."""
-    return prepare_base(make_model(tmp_path_factory.mktemp("untied") / "model", tied=False))
 
 
 def stages(engine):
@@ -50,7 +44,7 @@ def test_a_server_that_is_killed_serves_nothing_until_the_weights_were_pushed_ag
         try:
             kill_and_start()
             for use in (lambda: engine.generate([[40, 41]], max_tokens=2), lambda: engine.score(SEQUENCES)):
-                with pytest.raises(EngineBrokenError, match="were lost: the server was restarted"):
+                with pytest.raises(EngineBrokenError, match="restarted"):
                     use()
             assert engine.incarnation == 2
             assert not engine.holds_dense
@@ -62,13 +56,16 @@ def test_a_server_that_is_killed_serves_nothing_until_the_weights_were_pushed_ag
             def dying(method, path, body):
                 seen.append(path)
                 if len(seen) == 3:
-                    kill_and_start()
+                    starter.submit(kill_and_start).result()
                 return true(method, path, body)
 
             monkeypatch.setattr(engine, "_ask_once", dying)
-            strategy.push()  # broken in the middle, and sent again to the server that came back
-            assert engine.incarnation == 3
-            assert pair.apart(model) < EXACT
+            with ThreadPoolExecutor(
+                1
+            ) as starter:  # a server ends with the thread that has started it: not with a push's
+                strategy.push()  # broken in the middle, and sent again to the server that came back
+                assert engine.incarnation == 3
+                assert pair.apart(model) < EXACT
         finally:
             for each in running:
                 each.stop()
@@ -81,7 +78,7 @@ def test_a_server_that_is_killed_in_the_very_commit_serves_the_base_and_the_trai
 ):
     """kill -9 when all parts are there and none was loaded, and when vLLM has read some of them."""
     baked = bake_base(untied, "float32")
-    monkeypatch.setattr("qlora_rl.engine.client.upload.PART_BYTES", 2**16)  # several parts
+    monkeypatch.setattr("qlora_rl.engine.chunks.PART_BYTES", 2**16)  # several parts
     with start_server(baked, **OPTIONS) as first, ServerEngine(first.url, api_key=first.key, wait_s=1.0) as engine:
         running, port = [first], int(first.url.rsplit(":", 1)[1])
         pair = Pair(engine, baked, tmp_path)

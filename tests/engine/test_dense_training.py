@@ -45,6 +45,19 @@ def test_a_model_that_is_trained_itself_may_have_its_output_head_multiplied_in_f
     assert all(row["mismatch_kl"] < 1e-3 for row in lines(tmp_path))
 
 
+def test_what_trains_itself_is_no_further_from_the_engine_than_rounding(model_dir, tmp_path):
+    """At a rate that moves all weights, a head that is tied to the embedding among them."""
+    base = prepare_base(model_dir, quant="none")
+    fields = {"canary_every": 1, "learning_rate": 1e-3, "max_steps": 5}
+    with make(base, tmp_path, peft_config=None, sync="weights", **fields) as trainer:
+        trainer.alarm.threshold = 1e-4  # each batch is examined
+        trainer.train()
+        found = [each.cause for each in trainer.alarm.diagnoses.values()]
+        assert set(found) == {"noise"}
+        limit = trainer.alarm.threshold
+    assert limit < 0.1
+
+
 def test_a_4_bit_base_itself_cannot_be_trained_and_a_bare_model_must_be_meant(base, model_dir, tmp_path):
     with pytest.raises(ConfigConflictError, match="cannot be trained itself"):
         make(base, tmp_path / "1", peft_config=None, sync="weights")

@@ -32,7 +32,7 @@ from qlora_rl.base.fingerprint import digest_bytes
 from qlora_rl.engine.worker.expert_adapters import take_adapters
 from qlora_rl.engine.worker.experts_4bit import CodedExperts
 from qlora_rl.sync.in_place import InPlaceTransport
-from qlora_rl.train.scoring.routing import Routers
+from qlora_rl.train.metrics.routing import Routers
 
 SMALL = OPTIONS | {"max_lora_rank": 8}
 EXACT = 1e-5  # nats, in float32

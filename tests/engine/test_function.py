@@ -10,14 +10,24 @@ import torch
 from peft import LoraConfig, get_peft_model
 from support import make_model
 from test_training import make
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer, MistralConfig
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    Qwen3MoeConfig,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from qlora_rl import Canary, FakeEngine, LocalEngine, PolicyMismatchError, load_base, prepare_base
 from qlora_rl.demo.tiny_model import make_tokenizer
 from qlora_rl.sync import function_check
-from qlora_rl.sync.forward import NotComparedError, in_float32, tail_logprobs
+from qlora_rl.sync.forward import NotComparedError, as_engine, in_float32, tail_logprobs
 from qlora_rl.sync.function_check import (
     FACTOR,
     TAIL,
@@ -163,7 +173,7 @@ def test_a_trainer_whose_attention_drops_what_its_config_asks_for_is_named(model
     AttentionInterface.register("halved", halved)
     AttentionMaskInterface.register("halved", sdpa_mask)
     model.set_attn_implementation("halved")
-    with pytest.raises(PolicyMismatchError, match="the trainer's logprobs are"):
+    with pytest.raises(PolicyMismatchError, match="the trainer's"):
         FunctionCheck(model, engine).compare()
     assert model.config._attn_implementation == "halved"
 
@@ -193,7 +203,6 @@ def test_the_float32_pass_is_that_of_a_float32_copy_and_leaves_the_model_as_it_w
         load_base(base), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     )
     bare, ids = model.get_base_model(), list(range(5, 45))
-    import bitsandbytes as bnb
 
     config = copy.deepcopy(bare.config)
     del config.quantization_config
@@ -219,8 +228,6 @@ def test_the_float32_pass_is_that_of_a_float32_copy_and_leaves_the_model_as_it_w
 
 
 def test_sequences_reach_beyond_each_length_at_which_a_config_computes_something_else():
-    from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig, Phi3Config
-
     rope = {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [4.0] * 16, "rope_theta": 1e4}
     phi = Phi3Config(
         hidden_size=128,
@@ -285,8 +292,6 @@ def test_what_the_trainer_has_in_the_engines_dtype_does_not_excuse_the_trainer()
 
 
 def random_llama(dtype, layers=4, seed=0, **fields):
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
     torch.manual_seed(seed)
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(**shape, num_hidden_layers=layers, vocab_size=256, max_position_embeddings=4096, **fields)
@@ -388,8 +393,6 @@ def test_a_model_that_does_not_compute_in_float32_is_not_compared_and_that_is_sa
 
 @pytest.mark.parametrize("seed", [103, 129, 145])
 def test_experts_that_rounding_chooses_otherwise_are_no_fault(seed):
-    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
-
     def mixture(attention):
         torch.manual_seed(seed)
         shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -402,3 +405,20 @@ def test_experts_that_rounding_chooses_otherwise_are_no_fault(seed):
         return model.eval()
 
     FunctionCheck(mixture("sdpa"), FakeEngine(mixture("eager"))).compare()
+
+
+def test_weights_that_are_trained_in_float32_are_rounded_as_the_engine_holds_them(tmp_path):
+    """Autocast leaves norms and embeddings in float32."""
+    model = AutoModelForCausalLM.from_pretrained(make_model(tmp_path), dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.mul_(1.0015 if "norm" in name else 1.3)
+    rounded = copy.deepcopy(model)
+    for parameter in rounded.parameters():
+        parameter.data = parameter.data.bfloat16()
+    texts, own = [[5, 9, 33, 12, 7, 41]], dict(model.named_parameters())
+    plain = tail_logprobs(model, texts, 4)
+    with as_engine(model, torch.bfloat16, "bfloat16"):
+        assert torch.equal(tail_logprobs(model, texts, 4), tail_logprobs(rounded, texts, 4))
+    assert torch.equal(tail_logprobs(model, texts, 4), plain)
+    assert all(parameter is own[name] for name, parameter in model.named_parameters())

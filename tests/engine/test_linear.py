@@ -154,16 +154,15 @@ def test_every_way_to_multiply_is_as_near_to_the_exact_policy_as_vllms_own(
     assert far["nf4"].max() < 2 * far["vllm"].max(), far
 
 
-@pytest.mark.parametrize("wish", ["auto", "nf4"])
-def test_on_a_cpu_codes_are_multiplied_and_without_a_kernel_vllms_own_way(base, wish, monkeypatch):
+def test_on_a_cpu_codes_are_multiplied_and_without_a_kernel_vllms_own_way(base, monkeypatch):
     kernel = codes_kernel()
-    with LocalEngine(base, **OPTIONS | {"max_lora_rank": 8}, base_compute=wish) as engine:
+    with LocalEngine(base, **OPTIONS | {"max_lora_rank": 8}) as engine:
         found = engine.base_compute
         assert (found.base, found.adapter) == ("vllm" if isinstance(kernel, str) else "nf4", "direct")
         sampled = engine.generate([[40, 41, 42]], max_tokens=4, temperature=0.0)
     monkeypatch.setattr(base_compute, "codes_kernel", lambda: "there is no C++ compiler")
     monkeypatch.setattr(linear, "codes_kernel", lambda: "there is no C++ compiler")
-    with LocalEngine(base, **OPTIONS | {"max_lora_rank": 8}, base_compute=wish) as engine:
+    with LocalEngine(base, **OPTIONS | {"max_lora_rank": 8}) as engine:
         found = engine.base_compute
         assert (found.base, found.adapter, found.kernel) == ("vllm", "direct", "there is no C++ compiler")
         assert engine.generate([[40, 41, 42]], max_tokens=4, temperature=0.0).completion_ids == sampled.completion_ids

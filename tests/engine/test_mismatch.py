@@ -60,8 +60,9 @@ def double_alpha(strategy):
 
 
 def go_back(strategy):
+    _, before = strategy.transport.before()
     for name, place in places(strategy).items():
-        place.copy_(strategy.kept[name])
+        place.copy_(before[name])
 
 
 def lose_a_layer(strategy):
@@ -80,7 +81,6 @@ def break_after(trainer, pushes, fault, *, hidden=False):
     held = trainer.engine.held_adapter
 
     def push():
-        strategy.kept = {n: t.clone() for n, t in places(strategy).items()} if count else None
         report = real()
         count.append(report.version)
         if len(count) > pushes:
@@ -152,7 +152,7 @@ def test_truncated_sampling_hides_no_fault(trainer_on, monkeypatch):
 def test_another_temperature_and_a_changed_base_are_named(trainer_on):
     trainer = trainer_on()
     trainer.bridge.sampling = dataclasses.replace(trainer.bridge.sampling, temperature=0.5)
-    with pytest.raises(PolicyMismatchError, match=r"samples at temperature=0.5, and was asked for 1"):
+    with pytest.raises(PolicyMismatchError, match=r"temperature=0\.5"):
         trainer.train()
     trainer = trainer_on()
     executor = trainer.engine.llm.llm_engine.model_executor
@@ -164,7 +164,7 @@ def test_another_temperature_and_a_changed_base_are_named(trainer_on):
     kept = norm.data.clone()
     norm.data.mul_(1.5)
     try:
-        with pytest.raises(PolicyMismatchError, match=r"base of the engine has changed .*post_attention_layernorm"):
+        with pytest.raises(PolicyMismatchError, match="post_attention_layernorm"):
             trainer.train()
     finally:
         norm.data.copy_(kept)

@@ -25,7 +25,7 @@ from qlora_rl import (
     verify_base,
 )
 from qlora_rl.base.experts import mixtures_in
-from qlora_rl.train.scoring.routing import Routers
+from qlora_rl.train.metrics.routing import Routers
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 SMALL = OPTIONS | {"max_lora_rank": 8}

@@ -46,6 +46,10 @@ ASKED = {
     "(without, back)], 'who': who.to_dict(), 'states': states, 'versions': [whole.version, back.version, "
     "found['version']],"
     " 'travelled': list(table['bytes of a push']), 'differ': [difference.mean().item() for difference in differences.values()]}",
+    "304": "{'steps': len(curves), 'first': curves[0], 'last': smooth.iloc[-1].to_dict(), 'accuracy': list(accuracy.values()),"
+    " 'rates': {name: rate for name, (rate, _) in runs.items()}, 'best': accuracy[best], 'pushes': len(reports),"
+    " 'same': from_disk.completion_ids == answers[best].completion_ids, 'peft': said[0, ids.shape[1] :].tolist() =="
+    " from_disk.completion_ids[shown]}",
     "202": "[{'before': way['marks'].iloc[0], 'after': way['marks'].iloc[-1], 'changed': way['changed'], 'kl': way['steps']['mismatch_kl'].median()}"
     " for way in (merged, adapter)]",
 }
@@ -145,6 +149,20 @@ def test_every_notebook_runs_shows_what_it_says_and_runs_again_in_the_same_kerne
         assert got["steps"] == 200
         assert got["after"] > got["before"] + 0.4  # measured: 0.35 -> 0.86
         assert got["kl"] < 1e-3
+    elif number == "304":
+        (loop,) = (cell.source for cell in again if "def train(steps)" in cell.source)
+        assert len(loop.splitlines()) <= 60
+        quick, slow = (
+            [got["last"][name] for name, rate in got["rates"].items() if rate == wanted] for wanted in (1e-3, 1e-4)
+        )
+        assert (got["steps"], got["pushes"], len(quick), len(slow)) == (30, 180, 3, 3)
+        assert min(quick) > max(slow)
+        assert sum(quick) / 3 > sum(slow) / 3 + 0.15
+        assert got["best"] == max(got["accuracy"]) > got["accuracy"][0] + 0.3
+        assert (got["same"], got["peft"]) == (True, True)
+        # Before its first step an adapter changes nothing: a seed has the same questions, and the same answers.
+        first = [{seed: got["first"][f"rate {rate:g}, seed {seed}"] for seed in range(3)} for rate in (1e-3, 1e-4)]
+        assert first[0] == first[1]
     elif number == "207":
         assert got["taught"] >= 0.9 > 0.1 >= got["before"]
         assert got["after"] >= 0.8

@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qlora_rl import ConfigConflictError, SamplingSpec, export_run, load_base, open_trained
 from qlora_rl.cli import main
+from qlora_rl.data.load import read_file
 from qlora_rl.engine.local import LocalEngine
-from qlora_rl.inference.evaluation import evaluate, read_rows
+from qlora_rl.inference.evaluation import evaluate
 
 SEQUENCES = [[40, 41, 42, 43, 44, 45, 46, 47], [60, 9, 33, 12, 7, 41, 5, 21]]
 # bf16 against bf16 of another library on a random model, see test_local.py; a missing adapter is above 0.1.
@@ -125,7 +126,7 @@ def test_base_and_policy_are_sampled_by_one_engine_and_scored_alike(run, base, t
     rows = json.loads((run / "eval.json").read_text())["rows"]
     expected = {"before": load_base(base), "after": open_trained(run).load()}
     for side, model in expected.items():
-        texts = _greedy(model, base, [row["prompt"] for row in read_rows(data)])
+        texts = _greedy(model, base, [row["prompt"] for row in read_file(data)])
         agree = sum(row[side] == text for row, text in zip(rows, texts, strict=True))
         assert agree >= 4  # of 6: the two libraries round differently, and a random model is nearly undecided
         assert [row[f"{side}_rewards"][name] for row in rows] == by_text([row[side] for row in rows])

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from support import wait_for_all
 from test_async_training import make as make_async
 from test_config_on_vllm import SMALL, train
 from test_server import scaled
@@ -20,19 +21,27 @@ from test_training import lines, make, reward_digits
 
 from qlora_rl import (
     AdapterSync,
+    BaseIncompleteError,
     Canary,
     ConfigConflictError,
-    EngineUnsupportedError,
+    EngineClosedError,
     MissingDependencyError,
     RayFleet,
     SyncError,
-    export_adapter,
 )
 from qlora_rl.adapter.store import pack_adapter
 from qlora_rl.base.fingerprint import digest_bytes
-from qlora_rl.contracts import CancellableEngine, ReplicatedEngine, RolloutEngine, SamplingSpec
+from qlora_rl.contracts import (
+    AdapterBundle,
+    BaseFingerprint,
+    CancellableEngine,
+    EngineCapabilities,
+    ReplicatedEngine,
+    RolloutEngine,
+    SamplingSpec,
+)
+from qlora_rl.engine.fleet.ray_connection import RayConnection
 from qlora_rl.engine.fleet.ray_fleet import _connect
-from qlora_rl.engine.fleet.ray_replica import RayReplica
 from qlora_rl.sync.transports import transport_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,19 +73,6 @@ def both(fleet):
     return fleet
 
 
-@pytest.fixture
-def bundle(adapted):
-    return export_adapter(adapted, dtype=torch.bfloat16)
-
-
-def wait_for_all(fleet):
-    end = time.monotonic() + 300
-    while len(fleet.live) < len(fleet.replicas):
-        assert time.monotonic() < end
-        time.sleep(0.5)
-        fleet.wake()
-
-
 def sampled(engine, prompts):
     rollout = engine.generate(prompts * 4, SAMPLING)
     return rollout.completion_ids, rollout.logprobs, rollout.version
@@ -91,7 +87,7 @@ class StruckInARollout:
     it."""
 
     def __init__(self, replica):
-        self.pid = replica.pid
+        self.pid = replica.connection.pid
 
     def __enter__(self):
         os.kill(self.pid, signal.SIGSTOP)
@@ -105,25 +101,25 @@ class StruckInARollout:
 @pytest.fixture
 def patient(monkeypatch):
     """One that was started anew has the usual time again."""
-    begin = RayReplica._begin
+    begin = RayConnection._begin
 
-    def begun(replica):
-        replica.health_check_timeout_s = 60.0
-        begin(replica)
+    def begun(line):
+        line.health_check_timeout_s = 60.0
+        begin(line)
 
-    monkeypatch.setattr(RayReplica, "_begin", begun)
+    monkeypatch.setattr(RayConnection, "_begin", begun)
 
 
 def stop_in_the_middle(replica, rollout):
     """Its process stands still when it has computed for a while; from then on there is little patience with it."""
-    process = psutil.Process(replica.pid)
+    process = psutil.Process(replica.connection.pid)
     before, end = sum(process.cpu_times()[:2]), time.monotonic() + 300
     while sum(process.cpu_times()[:2]) < before + 0.2:
         assert time.monotonic() < end
         time.sleep(0.005)
-    os.kill(replica.pid, signal.SIGSTOP)
+    os.kill(replica.connection.pid, signal.SIGSTOP)
     assert not rollout.done()
-    replica.health_check_timeout_s = 2.0
+    replica.connection.health_check_timeout_s = 2.0
 
 
 # First, while no other fleet takes the cluster's two CPUs.
@@ -140,6 +136,32 @@ def test_actors_of_a_cluster_that_a_fleet_starts_are_as_important_as_the_trainin
         ray.shutdown()
 
 
+def test_an_error_of_ours_comes_through_ray_as_it_was_raised_and_a_closed_replica_starts_no_cluster(cluster, tmp_path):
+    class Rejecting:
+        version = 0
+
+        def capabilities(self):
+            return EngineCapabilities("it", True, False, 8, 64, "float32", False)
+
+        def describe_base(self):
+            return BaseFingerprint({})
+
+        def load_adapter(self, directory, version):
+            raise SyncError("it does not fit.", reasons=["one", "two"], module="q_proj")
+
+        def close(self):
+            pass
+
+    packed = pack_adapter(AdapterBundle({"a.lora_A.weight": torch.ones(2, 4)}, {"r": 2, "lora_alpha": 2}))
+    with RayFleet(tmp_path, replicas=2, make=lambda base: Rejecting(), ray_options={"num_cpus": 0}) as fleet:
+        with pytest.raises(SyncError, match=r"it does not fit\..*Said by ray:") as caught:
+            fleet.load_packed(packed, 1)
+        assert (caught.value.reasons, caught.value.module) == (("one", "two"), "q_proj")
+        assert (len(fleet.live), fleet.version) == (2, 0)
+    with pytest.raises(EngineClosedError):
+        fleet.replicas[0].is_there(2.0)
+
+
 def test_the_ray_example_runs(cluster, model_dir, tmp_path):
     out = tmp_path / "run"
     found = train(ROOT / "examples" / "ray.toml", out, *SMALL, f"base.model={model_dir}")
@@ -151,8 +173,6 @@ def test_the_ray_example_runs(cluster, model_dir, tmp_path):
 
 @pytest.mark.full  # a fleet of its own; an actor that cannot start is in no default test
 def test_an_engine_that_cannot_start_says_why_and_leaves_no_actor(base, cluster, tmp_path):
-    from qlora_rl import BaseIncompleteError
-
     def actors():
         return {name for name, each in cluster._private.state.actors().items() if each["State"] != "DEAD"}
 
@@ -178,7 +198,7 @@ def test_a_training_goes_on_when_an_actor_is_killed_in_a_rollout(cluster, base, 
     with made as trainer:
         engine, real, calls = trainer.engine, trainer.engine.generate, []
         victim = engine.live[1]
-        killed = victim.pid
+        killed = victim.connection.pid
 
         def generate(prompts, *args, **named):
             calls.append(len(prompts))
@@ -197,7 +217,7 @@ def test_a_training_goes_on_when_an_actor_is_killed_in_a_rollout(cluster, base, 
         rewards = [line["reward"] for line in found]
         assert sum(rewards[-10:]) / 10 > sum(rewards[:10]) / 10 + 0.1
         wait_for_all(engine)
-        assert victim.pid != killed
+        assert victim.connection.pid != killed
         assert victim.version == engine.version == 40
         assert victim.held_adapter(8) == engine.live[0].held_adapter(8) != {}
         trainer.bridge.strategy.verify()
@@ -216,7 +236,7 @@ def test_the_demo_learns_on_two_actors_also_when_one_is_killed_in_a_rollout(clus
         if len(prompts) != 128:  # the sums that it never trains on
             return real(self, prompts, *args, **named)
         if is_struck and len(steps) == 20:
-            killed.append(self.live[1].pid)
+            killed.append(self.live[1].connection.pid)
             with StruckInARollout(self.live[1]):
                 rollout = real(self, prompts, *args, **named)
             seen["left"] = len(self.live)
@@ -226,7 +246,7 @@ def test_the_demo_learns_on_two_actors_also_when_one_is_killed_in_a_rollout(clus
             rollout = real(self, prompts, *args, **named)
         assert len(rollout.completion_ids) == len(rollout.logprobs) == 128
         steps.append(sum(len(ids) for ids in rollout.completion_ids))
-        seen["pids"] = {each.pid for each in self.replicas}
+        seen["pids"] = {each.connection.pid for each in self.replicas}
         return rollout
 
     monkeypatch.setattr(RayFleet, "generate", generate)
@@ -248,7 +268,7 @@ def test_the_demo_learns_on_two_actors_also_when_one_is_killed_in_a_rollout(clus
 def test_two_actors_draw_to_the_last_bit_what_one_draws_and_a_push_is_put_once(both, bundle, prompts):
     for protocol in (RolloutEngine, ReplicatedEngine, CancellableEngine):
         assert isinstance(both, protocol)
-    assert len({each.pid for each in both.live}) == 2
+    assert len({each.connection.pid for each in both.live}) == 2
     assert len({each.describe_base().digest for each in both.live}) == 1
     puts = both.parcels.puts
     both.load_packed(pack_adapter(bundle), 1)
@@ -262,27 +282,6 @@ def test_two_actors_draw_to_the_last_bit_what_one_draws_and_a_push_is_put_once(b
     assert all(speed > 0 for speed in both.speeds.values())
 
 
-def test_an_error_in_an_actor_comes_as_itself_and_the_old_version_serves(both, bundle, prompts):
-    both.load_packed(pack_adapter(bundle), 1)
-    served = sampled(both, prompts)
-    broken = pack_adapter(
-        type(bundle)({k.replace("q_proj", "z_proj"): v for k, v in bundle.tensors.items()}, bundle.config)
-    )
-    with pytest.raises(SyncError, match="Said by ray:"):
-        both.load_packed(broken, 2)
-    assert len(both.live) == 2
-    assert sampled(both, prompts) == served
-
-
-def test_actors_on_a_4_bit_base_reject_full_weights_and_go_on(both, bundle, prompts):
-    both.load_packed(pack_adapter(bundle), 1)
-    served = sampled(both, prompts)
-    assert not both.capabilities().takes_dense
-    with pytest.raises(EngineUnsupportedError, match="bake_base"):
-        both.load_dense(iter([("model.norm.weight", torch.ones(8))]), 2)
-    assert (len(both.live), sampled(both, prompts)) == (2, served)
-
-
 def test_an_actor_killed_in_a_rollout_is_done_without_and_the_one_in_its_place_is_verified(
     both, adapted, prompts, caplog
 ):
@@ -292,7 +291,7 @@ def test_an_actor_killed_in_a_rollout_is_done_without_and_the_one_in_its_place_i
     report = strategy.push()
     assert (report.transport, both.version) == ("object_store", 1)
     served, victim = sampled(both, prompts), both.live[1]
-    killed, starts, incarnation = victim.pid, victim.incarnation, both.incarnation
+    killed, starts, incarnation = victim.connection.pid, victim.incarnation, both.incarnation
     with StruckInARollout(victim):
         rollout = both.generate(prompts * 4, SAMPLING)
     assert (rollout.completion_ids, rollout.logprobs, rollout.version) == served  # each of 32 once
@@ -305,7 +304,7 @@ def test_an_actor_killed_in_a_rollout_is_done_without_and_the_one_in_its_place_i
     served = sampled(both, prompts)
     wait_for_all(both)
     assert both.replicas[1] is victim
-    assert (victim.pid != killed, victim.incarnation, victim.version) == (True, starts + 1, 2)
+    assert (victim.connection.pid != killed, victim.incarnation, victim.version) == (True, starts + 1, 2)
     assert both.incarnation > incarnation
     assert victim.describe_base().digest == both.replicas[0].base
     held = victim.held_adapter(8)
@@ -325,7 +324,7 @@ def test_an_actor_that_stands_still_in_a_rollout_is_ended_and_the_one_in_its_pla
     long = replace(SAMPLING, max_tokens=48, extra={"ignore_eos": True})
     whole = both.generate(prompts * 64, long)
     victim = both.live[1]
-    stopped, starts = victim.pid, victim.incarnation
+    stopped, starts = victim.connection.pid, victim.incarnation
     with ThreadPoolExecutor(1) as thread:
         rollout = thread.submit(both.generate, prompts * 64, long)
         stop_in_the_middle(victim, rollout)
@@ -349,13 +348,13 @@ def test_a_rollout_in_which_all_actors_stand_still_is_sampled_by_those_in_their_
 ):
     both.load_packed(pack_adapter(bundle), 1)
     served = sampled(both, prompts)
-    stopped = {each.pid for each in both.replicas}
+    stopped = {each.connection.pid for each in both.replicas}
     for each in both.replicas:
-        os.kill(each.pid, signal.SIGSTOP)
-        each.health_check_timeout_s = 2.0
+        os.kill(each.connection.pid, signal.SIGSTOP)
+        each.connection.health_check_timeout_s = 2.0
     assert sampled(both, prompts) == served
     wait_for_all(both)
-    assert not stopped & {each.pid for each in both.replicas}
+    assert not stopped & {each.connection.pid for each in both.replicas}
     assert {each.version for each in both.replicas} == {1}
     assert caplog.text.count("no sign of life within") == 2
 

@@ -22,7 +22,6 @@ from trained import make_run
 from trl.trainer import grpo_trainer
 
 from qlora_rl import (
-    AccessDeniedError,
     AdapterSync,
     BaseMismatchError,
     Canary,
@@ -52,8 +51,8 @@ from qlora_rl.cli import main
 from qlora_rl.contracts import AdapterBundle, RolloutEngine
 from qlora_rl.cpu_features import SETTING
 from qlora_rl.engine.server.launch import RunningServer
-from qlora_rl.sync.transports import BytesTransport, DirectoryTransport
-from qlora_rl.train.rollouts.engines import claim_servers
+from qlora_rl.sync.transports import BytesTransport
+from qlora_rl.train.rollouts.engine_link import claim_servers
 
 SEQUENCES = [[40, 41, 42, 43, 44, 45], [60, 9, 33, 12, 7]]
 OPTIONS = {"max_lora_rank": 8, "max_model_length": 64, "max_num_seqs": 64, "timeout_s": 180}
@@ -70,11 +69,6 @@ def remote(server):
     with ServerEngine(server.url, api_key=server.key, wait_s=1.0) as remote:
         remote.drop_adapter()
         yield remote
-
-
-@pytest.fixture
-def bundle(adapted):
-    return export_adapter(adapted, dtype=torch.bfloat16)
 
 
 def ask(server, method, path, key=None, **more):
@@ -107,31 +101,12 @@ def test_with_the_key_vllms_development_and_loading_routes_are_not_there(server)
         assert ask(server, "POST", path, server.key, json={}).status_code == 404, path
 
 
-def test_a_websocket_is_not_opened(server):
-    upgrade = {
-        "connection": "upgrade",
-        "upgrade": "websocket",
-        "sec-websocket-version": "13",
-        "sec-websocket-key": "AAAA",
-    }
-    assert httpx.get(server.url + "/v1/realtime", headers=upgrade).status_code in (401, 403)
-
-
 def test_on_the_cpu_vllm_computes_in_its_engines_process(server, remote):
     """A worker of its own would wait awake between two requests, and have a core less."""
     processes = psutil.Process(server.process.pid).children(recursive=True)
     names = [" ".join(each.cmdline()) for each in processes]
     assert any("EngineCore" in name for name in names)
     assert not any("Worker" in name for name in names)
-
-
-def test_a_wrong_key_is_said_and_not_tried_again(server, monkeypatch):
-    started = time.monotonic()
-    with pytest.raises(AccessDeniedError, match="api_key_file="):
-        ServerEngine(server.url, api_key="wrong")
-    assert time.monotonic() - started < 60  # it would wait 120 s for a server that is away
-    monkeypatch.setenv("QLORA_RL_API_KEY", server.key)
-    ServerEngine(server.url).close()
 
 
 def test_the_key_is_in_no_list_of_processes(server):
@@ -257,36 +232,6 @@ def test_metrics_tell_the_version(server, remote, bundle):
     text = ask(server, "GET", "/metrics", server.key).text
     assert "qlora_rl_policy_version 7.0" in text
     assert "vllm:" in text
-
-
-def test_metrics_tell_what_the_canary_has_found(server, remote, adapted):
-    canary = Canary(adapted, remote)
-    canary.calibrate()
-    report = AdapterSync(adapted, remote, BytesTransport(), canary).push()
-    (line,) = (
-        line
-        for line in ask(server, "GET", "/metrics", server.key).text.splitlines()
-        if line.startswith("qlora_rl_policy_canary_difference ")
-    )
-    assert float(line.split()[1]) == pytest.approx(report.canary_difference)
-
-
-def test_a_shared_directory_is_tried_out_and_its_versions_are_named_not_sent(server, adapted, tmp_path, caplog):
-    root = json.loads(ask(server, "GET", "/qlora/v1/state", server.key).text)["adapter_dir"]
-    with ServerEngine(server.url, api_key=server.key, shared_dir=root) as near:
-        assert not near.capabilities().takes_bytes
-        near.drop_adapter()
-        canary = Canary(adapted, near)
-        canary.calibrate()
-        strategy = AdapterSync(adapted, near, DirectoryTransport(root), canary)
-        assert [strategy.push().transport for _ in range(3)] == ["directory"] * 3
-        before = set(os.listdir(root))
-        strategy.close()
-        assert len(before - set(os.listdir(root))) == 1
-    with ServerEngine(server.url, api_key=server.key, shared_dir=tmp_path) as far:
-        assert far.capabilities().takes_bytes
-    assert "is not the adapter directory of the server" in caplog.text
-    assert os.listdir(tmp_path) == []
 
 
 # Many show what leaks slowly; by default a hundred.
@@ -435,42 +380,6 @@ def test_bytes_that_were_damaged_on_the_way_are_rejected(server, remote, bundle)
         )
         assert (answer.status_code, answer.json()["error"]["kind"]) == (422, "SyncError")
         assert answer.headers["x-qlora-version"] == "1"
-
-
-def test_only_what_lies_in_the_adapter_directory_is_loaded(server, remote, bundle, tmp_path):
-    root = remote._about["adapter_dir"]
-    assert os.stat(root).st_mode & 0o777 == 0o700
-    inside, outside = os.path.join(root, "mine"), tmp_path / "outside"
-    for directory in (inside, outside):
-        os.makedirs(directory)
-        write_adapter(bundle, type(tmp_path)(directory))
-    os.symlink(outside, os.path.join(root, "link"))
-    linked = os.path.join(root, "linked")
-    os.makedirs(linked)
-    for name in ("adapter_model.safetensors", "adapter_config.json"):
-        os.symlink(outside / name, os.path.join(linked, name))
-    headers = {"authorization": f"Bearer {server.key}", "x-qlora-session": remote.session}
-
-    def load(path):
-        return httpx.post(
-            f"{server.url}/qlora/v1/adapter", json={"path": path, "version": 1}, headers=headers, timeout=120
-        )
-
-    for path in (
-        str(outside), "../outside", f"{root}/../outside", f"{inside}/../../{outside}", "/etc", root, ".", "", "link",
-        os.path.join(root, "link"), linked, "mine/../mine", "/proc/self/root" + inside, "a\0b",
-    ):  # fmt: skip
-        assert load(path).status_code == 403, path
-    assert load("nothing").status_code == 422
-    os.rename(os.path.join(inside, "adapter_model.safetensors"), os.path.join(inside, "adapter_model.bin"))
-    assert load(inside).status_code == 422  # no pickle is ever looked at
-    os.rename(os.path.join(inside, "adapter_model.bin"), os.path.join(inside, "adapter_model.safetensors"))
-    assert load(inside).status_code == 200
-    remote.drop_adapter()
-    with ServerEngine(server.url, api_key=server.key) as probe:
-        for path in ("../outside", str(outside), "link", "/proc/self/environ"):
-            with pytest.raises(AccessDeniedError):
-                probe._ask("POST", "/probe", lambda path=path: {"path": path})
 
 
 def test_a_second_trainer_is_told_no_until_the_first_has_gone(server, remote, bundle):
@@ -693,11 +602,6 @@ def state(pid):
             return file.read().rsplit(")", 1)[1].split()[0]
     except OSError:
         return "Z"
-
-
-def test_nobody_there_is_said_with_the_way_out():
-    with pytest.raises(EngineBrokenError, match="wait_s=0"):
-        ServerEngine("http://127.0.0.1:9", api_key="k" * 20, wait_s=0)
 
 
 @pytest.mark.full  # two servers; one of two killed in a rollout is test_server_faults.py's

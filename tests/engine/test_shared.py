@@ -5,7 +5,7 @@ import gc
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from support import FULL_MATRIX, MATRIX, make_model, randomise, since_vllm
 
 from qlora_rl import (
@@ -224,8 +224,6 @@ def test_what_is_saved_is_the_adapter_alone(pair, base, tmp_path):
 
 
 def test_k_bit_preparation_lifts_copies_and_leaves_the_engine_alone(pair):
-    from peft import prepare_model_for_kbit_training
-
     engine, (model,) = pair
     before = engine.describe_base()
     prepare_model_for_kbit_training(model)
@@ -330,15 +328,15 @@ def test_vllm_pauses_before_its_kv_cache_goes_and_generates_the_same_when_it_is_
 
 
 def test_what_has_no_tensors_here_lends_none(base, engine, monkeypatch):
-    with pytest.raises(CannotShareError, match="FakeEngine has no tensors to lend"):
+    with pytest.raises(CannotShareError, match="FakeEngine"):
         borrow_base(FakeEngine(load_base(base)))
     elsewhere = dataclasses.replace(engine.lend_base(), process=1)
     monkeypatch.setattr(engine, "lend_base", lambda: elsewhere)
-    with pytest.raises(CannotShareError, match="worker runs in process 1"):
+    with pytest.raises(CannotShareError, match="process 1"):
         borrow_base(engine)
 
 
 def test_a_base_that_vllm_has_quantised_by_itself_is_not_shared(model_dir):
     with LocalEngine(prepare_base(model_dir, "none"), **OPTIONS, quantization="bitsandbytes") as engine:
-        with pytest.raises(CannotShareError, match="is 4-bit in vLLM and not in"):
+        with pytest.raises(CannotShareError, match="4-bit"):
             borrow_base(engine)

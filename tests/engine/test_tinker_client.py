@@ -50,6 +50,15 @@ def test_a_supervised_and_a_reinforced_loop_of_the_client_learn(with_demo_model,
     assert sum(rewards[-5:]) > sum(rewards[:5]) + 0.5
 
 
+def until(is_so, *clients):
+    """Wait; the clients go on meanwhile."""
+    last = time.monotonic() + 200
+    while not is_so():
+        assert time.monotonic() < last
+        assert all(client.poll() is None for client in clients)
+        time.sleep(0.1)
+
+
 @pytest.mark.full  # the client waits up to half a minute between two tries
 def test_the_clients_own_retries_carry_it_over_kills_and_nothing_is_lost_or_applied_twice(tmp_path):
     """Killed with forward_backward, optim_step and a save waiting; the second training is left alone and the same."""
@@ -59,10 +68,7 @@ def test_the_clients_own_retries_carry_it_over_kills_and_nothing_is_lost_or_appl
     try:
         model = json.loads(client.stdout.readline())["model"]
         for seq in (1, 4, 9):  # a pass, a step, the save for the sampler
-            until = time.monotonic() + 200
-            while not server.waits(model, seq):
-                assert time.monotonic() < until
-                assert client.poll() is None
+            until(lambda seq=seq: server.waits(model, seq), client)
             server.kill()
             server.start()
         killed, alone = said(client)["found"]
@@ -71,3 +77,50 @@ def test_the_clients_own_retries_carry_it_over_kills_and_nothing_is_lost_or_appl
         server.stop()
     assert killed == alone
     assert [steps for _, steps in killed[0]] == [1, 2, 3, 4]
+
+
+@pytest.mark.full  # as above
+def test_a_server_that_is_killed_in_a_sample_gives_it_again_and_the_training_is_the_same(tmp_path):
+    base = prepare_base(make_model(tmp_path / "model", positions=1024))
+    options = ("--max-model-length", "1024", "--max-num-seqs", "8", "--max-rank", "8", "--kv-cache-gib", "0.25")
+    server = TinkerServer(base.path, tmp_path, *options)
+    client = run(server, "sampled")
+    try:
+        model = json.loads(client.stdout.readline())["model"]
+        sampler = f"{model.partition(':')[0]}:sample:0"
+        until(lambda: server.samples(sampler), client)
+        server.kill()
+        server.start()
+        killed, alone = said(client)["found"]
+    finally:
+        client.kill()
+        server.stop()
+    assert killed == alone
+    assert killed[1] == [1, 2]
+
+
+@pytest.mark.full
+def test_of_three_clients_one_that_is_killed_frees_its_place_and_the_others_do_not_notice(tmp_path):
+    """In a sample, with gradients that no step has taken; the others end as they do without it."""
+    base = prepare_base(make_model(tmp_path / "model", positions=1024))
+    options = ("--max-model-length", "1024", "--max-num-seqs", "80", "--max-rank", "8", "--kv-cache-gib", "0.5")
+    server = TinkerServer(base.path, tmp_path, *options, "--client-timeout", "30")
+    clients = [run(server, "endless"), run(server, "steady", 1, 30), run(server, "steady", 2, 30)]
+    try:
+        model = json.loads(clients[0].stdout.readline())["model"]
+        session = model.partition(":")[0]
+        until(lambda: server.samples(f"{session}:sample:0"), *clients)
+        for client in clients[1:]:
+            client.stdout.readline()
+        clients[0].kill()
+        left = f"session {session} is silent"
+        until(lambda: left in (server.root / "log").read_text())
+        with_it = [said(client)["found"] for client in clients[1:]]
+        without = [said(client)["found"] for client in [run(server, "steady", seed, 30) for seed in (1, 2)]]
+        body = {"model_id": model, "seq_id": 3, "adam_params": {}}  # should the client come back, all is there
+        assert server.result(server.ask("optim_step", body))["metrics"]["step"] == 1
+    finally:
+        for client in clients:
+            client.kill()
+        server.stop()
+    assert with_it == without

@@ -2,12 +2,16 @@
 
 import json
 import os
+import subprocess
+import sys
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from safetensors.torch import load
 from support import make_model
+from tinker_hostile import Hostile
 from tinker_server import TinkerServer, pass_body, read_passed, row_of
 
 from qlora_rl import Adapters, TrainingRow, prepare_base
@@ -174,8 +178,8 @@ def test_what_is_wrong_or_not_offered_is_an_error_at_once_and_the_next_request_i
         [
             ([], SAMPLING),
             ([40, 5000], SAMPLING),
-            ([40] * 70, SAMPLING),
-            ([40], {"stop": ["x"] * 2000}),
+            ([40] * 64, SAMPLING),
+            ([40], {"stop": ["x"] * 200}),
             ([40], {"top_p": 1e-300}),
         ]
     ):
@@ -188,6 +192,8 @@ def test_what_is_wrong_or_not_offered_is_an_error_at_once_and_the_next_request_i
         )[0]
         == 422
     )
+    body = asked | {"seq_id": 9, "prompt": {"chunks": [{"tokens": [40] * 65}]}, "sampling_params": SAMPLING}
+    assert server.ask("asample", body)[0] == 422
     body = asked | {"seq_id": 10, "prompt": {"chunks": [{"tokens": [40]}]}, "sampling_params": {"max_tokens": 10**9}}
     assert isinstance(server.result(server.ask("asample", body)), bytes)
     assert server.ask("asample", body | {"num_samples": 10**6, "seq_id": 11})[0] == 422
@@ -239,7 +245,11 @@ def test_names_are_no_paths_and_nobody_reads_what_belongs_to_another_key(server)
     urls = server.ask(f"{run}/checkpoints/external_weights/mine/external_weights_urls")[1]["urls"]
     good = urls["adapter_config.json"]
     assert urllib.request.urlopen(good).status == 200
-    for wrong in (good.replace("adapter_config.json", "..%2f..%2fjournal.sqlite"), good[:-30] + "0" + good[-29:]):
+    other_digit = "1" if good[-30] == "0" else "0"  # of the signature
+    for wrong in (
+        good.replace("adapter_config.json", "..%2f..%2fjournal.sqlite"),
+        good[:-30] + other_digit + good[-29:],
+    ):
         with pytest.raises(urllib.error.HTTPError) as error:
             urllib.request.urlopen(wrong)
         assert error.value.code in (403, 404)
@@ -258,6 +268,64 @@ def test_a_step_does_not_wait_for_another_clients_long_request(server):
         step(server, quick, seq, key=1)
     assert server.waits(slow, 1)
     assert len(read_passed(server.result(noted))[1]) == 1500
+
+
+def test_a_long_sample_ends_behind_the_steps_of_other_models(tmp_path_factory):
+    """Steps, pushes and new models of others are over before it, and its tokens are those without them."""
+    base = prepare_base(make_model(tmp_path_factory.mktemp("model") / "model", positions=2048))
+    options = ("--max-model-length", "2048", "--max-num-seqs", "32", "--max-rank", "8", "--max-adapters", "2")
+    server = TinkerServer(base.path, tmp_path_factory.mktemp("long"), *options, "--kv-cache-gib", "0.5", keys=2)
+    try:
+        _, sampled_model = server.model()
+        _, other = server.model(key=1)
+        step(server, sampled_model, 1)
+        saved = {"model_id": sampled_model, "seq_id": 3, "sampling_session_seq_id": 0}
+        sampler = server.result(server.ask("save_weights_for_sampler", saved))["sampling_session_id"]
+        asked = {"sampling_session_id": sampler, "prompt": {"chunks": [{"tokens": [40, 41]}]}, "num_samples": 4}
+        asked["sampling_params"] = {"max_tokens": 2000, "seed": 1, "stop": []}
+        noted = server.ask("asample", asked | {"seq_id": 0})
+        with ThreadPoolExecutor(1) as threads:
+            long = threads.submit(server.result, noted)
+            for seq in (1, 3, 5):  # another client's
+                step(server, other, seq, key=1)
+                assert not long.done()
+            for seq in (4, 7, 10):  # its own, whose pushes take the place of the version that is sampled
+                step(server, sampled_model, seq)
+                saved = {"model_id": sampled_model, "seq_id": seq + 2, "sampling_session_seq_id": seq}
+                server.result(server.ask("save_weights_for_sampler", saved))
+                assert not long.done()
+            _, third = server.model(key=1)  # for which the model that is sampled leaves memory
+            step(server, third, 1, key=1)
+            step(server, other, 7, key=1)
+            assert not long.done()
+            found = long.result()
+        assert server.result(server.ask("asample", asked | {"seq_id": 1})) == found
+    finally:
+        server.stop()
+
+
+def test_a_second_server_on_a_directory_ends_before_it_loads_vllm(server, base):
+    command = [sys.executable, "-m", "qlora_rl", "tinker", str(base.path), "--dir", str(server.root / "kept")]
+    found = subprocess.run([*command, "--port", "0"], capture_output=True, text=True, timeout=120)
+    assert found.returncode == 1
+    assert f"is used by another one (process {server.process.pid})" in found.stderr
+    assert "starting vLLM" not in found.stderr + found.stdout
+    assert not (server.root / "kept" / "api-key").exists()
+    assert server.ask("healthz")[0] == 200
+
+
+def test_hostile_requests_are_errors_of_the_client_and_leave_everything_as_it_was(server):
+    """Never an error of the server's, and never a word of another key's; more of them by tests/tinker_hostile.py."""
+    _, mine = server.model()
+    step(server, mine, 1)
+    before = weights(server, mine, 3, "before")
+    hostile = Hostile(server, seed=5)
+    hostile.run(250)
+    assert hostile.wrong == []
+    assert {"200", "422", "404", "401", "result: user"} <= set(hostile.seen)
+    after = weights(server, mine, 4, "after")
+    assert all((after[name] == before[name]).all() for name in before)
+    assert step(server, mine, 5)["metrics"]["step"] == 2
 
 
 def test_a_server_that_is_killed_goes_on_and_has_applied_each_request_once(tmp_path_factory):

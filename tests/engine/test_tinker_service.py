@@ -4,7 +4,9 @@ short."""
 import contextlib
 import json
 import os
+import queue
 import threading
+import time
 
 import pytest
 from tinker_server import pass_body, row_of
@@ -12,6 +14,7 @@ from tinker_server import pass_body, row_of
 from qlora_rl import Adapters
 from qlora_rl.errors import ConfigConflictError, RunDirectoryError
 from qlora_rl.tinker import messages, routes, service
+from qlora_rl.tinker.journal import Journal
 
 ROW = row_of([40, 41, 42, 43, 44])
 STEP = json.dumps({"learning_rate": 1e-2}).encode()
@@ -26,8 +29,8 @@ def adapters(base):
 @pytest.fixture
 def served(adapters, tmp_path):
     """A service with one session and one model of "me"."""
-    made = service.Service(adapters, tmp_path, "tiny")
-    session = made.begin_session("me", None)
+    made = service.Service(adapters, Journal(tmp_path), "tiny")
+    session = made.begin_session("me")
     body = json.dumps({"adapter": {"rank": 4, "seed": 1}}).encode()
     model, _ = made.create(session, "me", 0, "create_model", body, None)
     assert result(made, model, 0)["model_id"] == model
@@ -86,10 +89,10 @@ def test_a_request_that_comes_late_is_noted_with_what_is_said_of_it(served):
     ]
 
 
-def test_one_directory_is_one_servers(served, adapters):
+def test_one_directory_is_one_servers(served):
     made, _, model = served
     with pytest.raises(RunDirectoryError, match=f"process {os.getpid()}"):
-        service.Service(adapters, made.root, "tiny")
+        Journal(made.root)
     made.submit(model, "me", 1, "pass", pass_body(model, 1, [ROW]))
     assert isinstance(result(made, model, 1), bytes)
 
@@ -108,11 +111,12 @@ def test_a_journal_that_is_full_delays_a_request_and_ends_no_thread(served, monk
     assert isinstance(result(made, model, 1), bytes)
     assert made.dead() == []
     made.close()
-    assert routes._Api(made, "", "").healthz().status_code == 503
+    assert routes._Api(made, "").healthz().status_code == 503
 
 
-def test_a_step_that_cannot_be_saved_has_not_been_made(served, adapters, monkeypatch):
+def test_a_step_that_cannot_be_saved_waits_and_is_made_once(served, adapters, monkeypatch):
     made, _, model = served
+    monkeypatch.setattr(service, "_RETRY_S", 0.5)
     made.submit(model, "me", 1, "pass", pass_body(model, 1, [ROW]))
     with monkeypatch.context() as patch:
 
@@ -122,10 +126,10 @@ def test_a_step_that_cannot_be_saved_has_not_been_made(served, adapters, monkeyp
 
         patch.setattr(adapters, "save", full)
         made.submit(model, "me", 2, "optim_step", STEP)
-        assert "No space left" in result(made, model, 2)["error"]
-    assert len(list((made.root / "stored").iterdir())) == 1
-    made.submit(model, "me", 3, "optim_step", STEP)
-    assert result(made, model, 3)["metrics"]["step"] == 1
+        form, said = made.future(f"{model}#2", "me").result(60)
+        assert (form, b"No space left" in said) == ("again", True)
+        until(lambda: len(list((made.root / "stored").iterdir())) == 1)
+    assert result(made, model, 2)["metrics"]["step"] == 1
 
 
 def test_a_request_that_is_cancelled_because_the_server_ends_is_computed_by_the_next(served, adapters, monkeypatch):
@@ -144,9 +148,117 @@ def test_a_request_that_is_cancelled_because_the_server_ends_is_computed_by_the_
         made.close()
     for name in adapters:
         adapters.drop(name)
-    other = service.Service(adapters, made.root, "tiny")
+    other = service.Service(adapters, Journal(made.root), "tiny")
     assert result(other, model, 1).get("sampling_session_id") == f"{session}:sample:0"
     other.close()
+
+
+def until(is_so):
+    last = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < last
+        time.sleep(0.02)
+
+
+def forever(adapters, monkeypatch):
+    """Samples that last until they are cancelled."""
+    generate = type(adapters.engine).generate
+
+    def again(self, prompts, sampling=None, **fields):
+        while True:
+            generate(self, prompts, sampling, **fields)
+
+    monkeypatch.setattr(type(adapters.engine), "generate", again)
+
+
+def test_a_session_whose_client_is_silent_leaves_memory_and_goes_on_when_it_is_back(served, adapters, monkeypatch):
+    made, _, model = served
+    sampler = save(made, model, 1, 0)
+    made.submit(model, "me", 2, "pass", pass_body(model, 2, [ROW]))
+    assert isinstance(result(made, model, 2), bytes)  # gradients, which are in no saved state
+    with monkeypatch.context() as patch:
+        forever(adapters, patch)
+        asked = {"sampling_session_id": sampler, "prompt": {"chunks": [{"tokens": [40]}]}, "sampling_params": {}}
+        running = made.sample(sampler, "me", 0, routes.SampleBody(**asked, seq_id=0))
+        future = made.future(running, "me")
+        until(lambda: adapters.is_sampled(next(iter(adapters))))
+        made._lapse_s = 0.1
+        assert future.result(60)[0] == "again"
+        until(lambda: not list(adapters))
+    with pytest.raises(LookupError):  # the client is told 410, and asks again
+        made.future(running, "me")
+    assert len(made.adapters.engine._lanes) == 1  # that of saved adapters
+    made._lapse_s = 60.0
+    made.submit(model, "me", 3, "optim_step", STEP)
+    assert result(made, model, 3)["metrics"]["step"] == 1
+    assert isinstance(sampled(made, sampler, 1), bytes)
+
+
+def test_what_a_silent_client_has_asked_for_is_computed_and_a_session_that_is_finished_is_gone_at_once(
+    served, adapters
+):
+    made, session, model = served
+    with made._changed:  # the trainer waits
+        made.submit(model, "me", 1, "pass", pass_body(model, 1, [ROW] * 300))
+        made.submit(model, "me", 2, "optim_step", STEP)
+        made.end_session(session, "me")
+        futures = [made._futures[model, seq] for seq in (1, 2)]
+    assert json.loads(futures[1].result(60)[1])["metrics"]["step"] == 1
+    until(lambda: not list(adapters))
+
+
+def test_a_push_does_not_wait_for_a_long_sample_and_neither_does_another_model(served, adapters, monkeypatch):
+    """The third version would be written where the first is being sampled; the second model takes the first one's
+    place."""
+    made, session, model = served
+    sampler = save(made, model, 1, 1)
+    wanted = sampled(made, sampler, 0)
+    driver, late = adapters.engine._driver, []
+    note = driver._note
+
+    def note_late(output):  # vLLM goes on stepping for a call whose last token is still to come
+        is_long = any(output.request_id in call.names and call.params[0].max_tokens == 60 for call in driver._open)
+        late.append(output) if is_long else note(output)
+
+    monkeypatch.setattr(driver, "_note", note_late)
+    asked = {"sampling_session_id": sampler, "prompt": {"chunks": [{"tokens": [40, 41]}]}}
+    asked |= {"sampling_params": {"max_tokens": 60, "seed": 77, "stop": []}}
+    future = made.future(made.sample(sampler, "me", 1, routes.SampleBody(**asked, seq_id=1)), "me")
+    until(lambda: adapters.is_sampled(next(iter(adapters))))
+    for seq in (2, 5):
+        made.submit(model, "me", seq, "pass", pass_body(model, seq, [ROW]))
+        made.submit(model, "me", seq + 1, "optim_step", STEP)
+        newest = save(made, model, seq + 2, seq)
+    changed = sampled(made, newest, 0)
+    assert changed != wanted
+    body = json.dumps({"adapter": {"rank": 4, "seed": 2}}).encode()
+    other, _ = made.create(session, "me", 1, "create_model", body, None)
+    made.submit(other, "me", 1, "pass", pass_body(other, 1, [ROW]))
+    made.submit(other, "me", 2, "optim_step", STEP)
+    assert result(made, other, 2)["metrics"]["step"] == 1
+    assert not future.done()
+    with driver.lock:
+        monkeypatch.setattr(driver, "_note", note)
+        for output in late:
+            note(output)
+    assert future.result(60)[0] == "proto"
+    assert sampled(made, sampler, 2) == wanted
+    assert sampled(made, newest, 1) == changed
+
+
+def test_a_client_that_asks_for_more_than_waits_in_memory_is_told_to_ask_later(served, adapters, monkeypatch):
+    made, session, _ = served
+    monkeypatch.setattr(service, "_MOST_WAITING", 600)
+    sampler = made.open_sampler(session, "me", 0, None)
+    asked = {"sampling_session_id": sampler, "prompt": {"chunks": [{"tokens": [40]}]}, "sampling_params": {}}
+    with made._changed:
+        for seq in range(3):
+            made.sample(sampler, "me", seq, routes.SampleBody(**asked, seq_id=seq))
+        with pytest.raises(queue.Full):
+            made.sample(sampler, "me", 3, routes.SampleBody(**asked, seq_id=3))
+    for seq in range(3):
+        assert made.future(f"{sampler}#{seq}", "me").result(60)[0] == "proto"
+    assert made._waiting["me"] == 0
 
 
 def test_a_number_that_is_used_again_for_something_else_is_an_error(served):

@@ -8,7 +8,7 @@ import torch
 
 from qlora_rl.config.launch import launch
 from qlora_rl.config.read import read_config
-from qlora_rl.config.write import to_toml
+from qlora_rl.config.text import to_toml
 from qlora_rl.demo.chat_model import make_chat_model
 
 TOOLS = '''

@@ -9,13 +9,16 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from peft import LoraConfig, PeftModel
 from support import randomise, score
 
 from qlora_rl import (
+    AdapterRejectedError,
     AdapterSync,
     LocalEngine,
     QLoRAGRPOTrainer,
     RewardFunctionError,
+    SyncError,
     cpu_matmul,
     load_base,
     prepare_base,
@@ -74,7 +77,6 @@ def reward_digits(completions, **_):
 
 def make(base, directory, **fields):
     from datasets import Dataset
-    from peft import LoraConfig
 
     arguments = {
         "reward_funcs": reward_digits,
@@ -143,8 +145,6 @@ def test_the_distance_does_not_grow_with_the_temperature(base, tmp_path, tempera
 
 
 def test_the_run_directory_is_complete_and_its_adapter_is_the_trained_one(base, tmp_path):
-    from peft import PeftModel
-
     with make(base, tmp_path) as trainer:
         trainer.train()
         trained = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if ".lora_" in n}
@@ -221,7 +221,7 @@ def test_a_failing_reward_ends_the_run_and_loses_nothing(base, tmp_path):
         return reward_digits(completions)
 
     with make(base, tmp_path, reward_funcs=reward_that_breaks) as trainer:
-        with pytest.raises(RewardFunctionError, match=r"'reward_that_breaks' raised ZeroDivisionError: no digits"):
+        with pytest.raises(RewardFunctionError, match="'reward_that_breaks' raised ZeroDivisionError"):
             trainer.train()
         trained = (
             trainer.model.get_base_model().model.layers[0].self_attn.q_proj.lora_B["default"].weight.detach().clone()
@@ -280,8 +280,6 @@ def test_a_trainer_that_nobody_closed_gives_its_engine_back(base, tmp_path):
 
 
 def test_an_old_version_serves_when_a_push_fails(base, adapted, prompts):
-    from qlora_rl import AdapterRejectedError, SyncError
-
     with LocalEngine(base, max_lora_rank=8, max_model_length=64, max_num_seqs=8) as engine:
         strategy = AdapterSync(adapted, engine, DirectoryTransport())
         strategy.push()
@@ -308,6 +306,4 @@ def test_an_old_version_serves_when_a_push_fails(base, adapted, prompts):
 
 
 def _fail(*_):
-    from qlora_rl import SyncError
-
     raise SyncError("planted")

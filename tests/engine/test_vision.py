@@ -151,11 +151,11 @@ def test_other_tokens_than_the_processor_makes_are_rejected(exact):
     prompt, _ = asked(processor, [picture(3)])
     image = model.config.image_token_id
     short = [token for i, token in enumerate(prompt.ids) if token != image or prompt.ids[i - 1] != image]
-    with pytest.raises(EngineUnsupportedError, match="makes 4 tokens of image 0, and they are not in the prompt"):
+    with pytest.raises(EngineUnsupportedError, match="4 tokens of image 0"):
         engine.generate([ImagePrompt(short, prompt.images)])
-    with pytest.raises(EngineUnsupportedError, match="has 5 image tokens, and its 1 images make 4"):
+    with pytest.raises(EngineUnsupportedError, match="5 image tokens"):
         engine.generate([ImagePrompt([*prompt.ids, image], prompt.images)])
-    with pytest.raises(EngineUnsupportedError, match="image 1, and they are not in the prompt"):
+    with pytest.raises(EngineUnsupportedError, match="image 1"):
         engine.generate([ImagePrompt(prompt.ids, prompt.images * 2)])
     with pytest.raises(EngineUnsupportedError, match="vLLM rejects the images"):
         engine.generate([ImagePrompt(prompt.ids, ("no image",))])
@@ -205,7 +205,7 @@ def test_images_that_vllm_would_not_see_as_a_whole_are_rejected_before_it_starts
             "enable_chunked_prefill"
         ]
         return
-    with pytest.raises(EngineUnsupportedError, match="enable_chunked_prefill=True with gemma3: an image"):
+    with pytest.raises(EngineUnsupportedError, match="enable_chunked_prefill=True"):
         start_options(base, max_model_length=128, enable_chunked_prefill=True)
     config.text_config.sliding_window = config.mm_tokens_per_image
     check_both_ways(config, {})
@@ -223,7 +223,7 @@ def test_a_limit_of_images_is_read_as_vllm_reads_it_and_leaves_the_tower_there(b
     ):
         start = start_options(base, max_model_length=128, limit_mm_per_prompt=given)
         assert (start.most_images, start.arguments["limit_mm_per_prompt"]["video"]) == (count, video)
-    with pytest.raises(EngineUnsupportedError, match="leaves out the vision tower"):
+    with pytest.raises(EngineUnsupportedError, match="vision tower"):
         start_options(base, max_model_length=128, limit_mm_per_prompt={"image": 0})
 
 

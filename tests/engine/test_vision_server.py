@@ -193,15 +193,15 @@ def test_nothing_is_fetched_for_a_chat(server):
 
 
 def test_a_client_says_what_cannot_be_sent(remote, asked, monkeypatch):
-    with pytest.raises(ConfigConflictError, match="an image is str, and a server takes PIL images"):
+    with pytest.raises(ConfigConflictError, match="str"):
         remote.generate([ImagePrompt([1], ("a.png",))])
     with pytest.raises(PromptTooLongError):
         remote.generate([ImagePrompt([1] * 200, asked[0].images)])
     monkeypatch.setitem(remote._about, "max_body_bytes", 1000)
-    with pytest.raises(EngineUnsupportedError, match=r"--max-body-mib, or use smaller images"):
+    with pytest.raises(EngineUnsupportedError, match="--max-body-mib"):
         remote.score(asked)
     monkeypatch.setitem(remote._about, "most_images", 0)
-    with pytest.raises(EngineUnsupportedError, match="the server's model takes none"):
+    with pytest.raises(EngineUnsupportedError, match="takes none"):
         remote.score(asked)
 
 

@@ -26,7 +26,7 @@ from qlora_rl import (
 from qlora_rl.cli import main
 from qlora_rl.config.launch import launch
 from qlora_rl.config.read import read_config
-from qlora_rl.config.write import to_toml
+from qlora_rl.config.text import to_toml
 from qlora_rl.engine.images import ImagePrompt
 from qlora_rl.export.job import LIMIT, export_run
 from qlora_rl.inference.chat import Conversation
@@ -206,13 +206,13 @@ def test_what_cannot_be_sampled_with_images_is_rejected_before_anything_is_loade
     common = {"model": base, "reward_funcs": sees, "train_dataset": rows}
     lora = LoraConfig(r=8, target_modules=LANGUAGE)
     args = config(GRPOConfig, tmp_path)
-    with pytest.raises(NotYetSupportedError, match="its column image holds images, and QLoRAAsyncGRPOTrainer"):
+    with pytest.raises(NotYetSupportedError, match="QLoRAAsyncGRPOTrainer"):
         QLoRAAsyncGRPOTrainer(**common, args=args, peft_config=lora)
-    with pytest.raises(ConfigConflictError, match="is 4-bit, which cannot be trained itself"):
+    with pytest.raises(ConfigConflictError, match="4-bit"):
         QLoRAGRPOTrainer(**common, args=args, sync="weights")
     other = AutoProcessor.from_pretrained(base.path)
     other.image_processor.image_mean = [0.0, 0.0, 0.0]
-    with pytest.raises(ConfigConflictError, match="differs from the one stored with the base in image_mean"):
+    with pytest.raises(ConfigConflictError, match="image_mean"):
         QLoRAGRPOTrainer(**common, args=args, peft_config=lora, processing_class=other)
     everywhere = LoraConfig(r=8, target_modules="all-linear")
     with pytest.raises(

@@ -5,8 +5,6 @@ import torch
 from support import DEVICE, needs_card, on_a_card, since_vllm
 
 from qlora_rl import LocalEngine, borrow_base, load_base, prepare_base, verify_base
-from qlora_rl.engine.linears.base_compute import BaseCompute
-from qlora_rl.engine.linears.gpu_compute import table_of_this_gpu
 
 pytestmark = [pytest.mark.gpu, on_a_card()]
 
@@ -137,23 +135,3 @@ def test_an_engine_that_can_sleep_is_rebuilt_though_its_base_is_lent(base, caplo
             assert ("stays awake" in caplog.text) == is_lent
             assert engine.capabilities().can_sleep != is_lent
             del model
-
-
-@needs_card
-@pytest.mark.parametrize("enforce_eager", [True, False])
-def test_an_engine_that_measures_draws_as_vllms_own_way_does(base, tmp_path, monkeypatch, enforce_eager):
-    monkeypatch.setenv("QLORA_RL_CACHE", str(tmp_path))
-    options = {"max_model_length": 64, "max_num_seqs": 8, "enforce_eager": enforce_eager}
-    prompts = [[40 + i, 41, 42, 43 + i] for i in range(8)]
-    with LocalEngine(base, base_compute="vllm", **options) as engine:
-        wanted = engine.score(prompts)
-    with LocalEngine(base, base_compute="auto", **options) as engine:
-        assert engine.base_compute.base in ("measured", "vllm")
-        assert engine.base_compute.ways
-        found = engine.score(prompts)
-        described = engine.describe_base()
-    assert torch.allclose(torch.tensor(found), torch.tensor(wanted), atol=0.05)
-    assert table_of_this_gpu().seconds
-    with LocalEngine(base, base_compute="auto", **options) as engine:  # out of the table
-        assert isinstance(engine.base_compute, BaseCompute)
-        assert engine.describe_base() == described

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from pathlib import Path
@@ -39,15 +38,10 @@ def tell(event: str, **facts) -> None:
     _EVENTS[0].send({"event": event, **facts})
 
 
-def world(rpc, rank, place):
-    """Whatever a layer wants both processes to be part of."""
+def choose_gpu(rank):
+    """Under NCCL each process has a GPU of its own."""
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())
-    if rpc == "ray":
-        import ray
-
-        ray.init(address="auto", namespace="qlora-rl-tests", log_to_driver=False)
-    return contextlib.nullcontext()
 
 
 def stall(stage: str) -> None:
@@ -56,50 +50,50 @@ def stall(stage: str) -> None:
     time.sleep(600)
 
 
-def receiver(base, rpc, transfer, place, timeout_s=60.0, pushes=1, stall_at="", dense=False, quiet=False, **_) -> None:
+def receiver(base, transfer, place, timeout_s=60.0, pushes=1, stall_at="", dense=False, quiet=False, **_) -> None:
     """Serves `pushes` pushes and tells the logprobs after each; `quiet`: only which they were, at the end."""
     place = Path(place)
     engine = sides.dense_engine(base) if dense else sides.fake_engine(base)
-    scheme = sides.make_scheme(rpc, transfer, place, timeout_s)
+    scheme = sides.make_scheme(transfer, place, timeout_s)
     side = scheme.create_receiver(engine)
     if stall_at:
         hold_receiver(side, scheme, stall_at)
-    with world(rpc, 1, place):
-        tell("listening")
-        is_joined, applied, known, idle, seen = False, 0, 0, 0, []
-        while applied < pushes:
-            started = time.monotonic()
-            try:
-                if not is_joined:
-                    side.init_all_workers_group()
-                    is_joined = True
-                    tell("joined", version=side.version)
-                elif side.poll_and_apply(0.002 if quiet else 0.2):
-                    assert side.version > known  # never the same one twice
-                    applied, known = applied + 1, side.version
-                    seen.append(known)
-                    if not quiet:
-                        tell("applied", version=side.version, logprobs=engine.score(sides.PROBE))
-                else:
-                    assert side.version == engine.version == known  # nothing was applied
-                    idle += 1
-            except QloraRLError as error:
-                tell(
-                    "error",
-                    type=type(error).__name__,
-                    stage=getattr(error, "stage", ""),
-                    text=str(error),
-                    seconds=time.monotonic() - started,
-                    version=engine.version,
-                    held=engine.held_adapter(8),
-                )
-                if not isinstance(error, PeerLostError):
-                    break
-        if quiet:
-            assert not side.poll_and_apply(0.0)  # there is nothing more
-            idle += 1
-            tell("counted", versions=seen, idle=idle)
-        side.shutdown()
+    choose_gpu(1)
+    tell("listening")
+    is_joined, applied, known, idle, seen = False, 0, 0, 0, []
+    while applied < pushes:
+        started = time.monotonic()
+        try:
+            if not is_joined:
+                side.init_all_workers_group()
+                is_joined = True
+                tell("joined", version=side.version)
+            elif side.poll_and_apply(0.002 if quiet else 0.2):
+                assert side.version > known  # never the same one twice
+                applied, known = applied + 1, side.version
+                seen.append(known)
+                if not quiet:
+                    tell("applied", version=side.version, logprobs=engine.score(sides.PROBE))
+            else:
+                assert side.version == engine.version == known  # nothing was applied
+                idle += 1
+        except QloraRLError as error:
+            tell(
+                "error",
+                type=type(error).__name__,
+                stage=getattr(error, "stage", ""),
+                text=str(error),
+                seconds=time.monotonic() - started,
+                version=engine.version,
+                held=engine.held_adapter(8),
+            )
+            if not isinstance(error, PeerLostError):
+                break
+    if quiet:
+        assert not side.poll_and_apply(0.0)  # there is nothing more
+        idle += 1
+        tell("counted", versions=seen, idle=idle)
+    side.shutdown()
 
 
 def hold_receiver(side, scheme, stage: str) -> None:
@@ -143,30 +137,30 @@ def hold_receiver(side, scheme, stage: str) -> None:
 
 
 def sender(
-    base, rpc, transfer, place, timeout_s=60.0, pushes=1, stall_at="", seed=0, dense=False, quiet=False, every=1, **_
+    base, transfer, place, timeout_s=60.0, pushes=1, stall_at="", seed=0, dense=False, quiet=False, every=1, **_
 ) -> None:
     """Pushes a policy that moves, and tells its logprobs after each push; `quiet`: after the last."""
     place = Path(place)
     model = sides.policy(base, seed, modules_to_save=["norm"] if dense else None)
     with model.disable_adapter():
         bare = sides.trainer_logprobs(model)
-    scheme = sides.make_scheme(rpc, transfer, place, timeout_s, canary_every=50 if quiet else every)
+    scheme = sides.make_scheme(transfer, place, timeout_s, canary_every=50 if quiet else every)
     side = scheme.create_sender()
     side.register_model(model)
     if stall_at:
         hold_sender(side, scheme, stall_at)
-    with world(rpc, 0, place):
-        try:
-            side.init_all_workers_group()
-            tell("joined")
-            for push in range(pushes):
-                sides.move(model, seed + push)
-                report = side.update_weights()
-                if not quiet or push + 1 == pushes:
-                    tell("pushed", version=report.version, logprobs=sides.trainer_logprobs(model), bare=bare)
-        except QloraRLError as error:
-            tell("error", type=type(error).__name__, stage=getattr(error, "stage", ""), text=str(error))
-        side.shutdown()
+    choose_gpu(0)
+    try:
+        side.init_all_workers_group()
+        tell("joined")
+        for push in range(pushes):
+            sides.move(model, seed + push)
+            report = side.update_weights()
+            if not quiet or push + 1 == pushes:
+                tell("pushed", version=report.version, logprobs=sides.trainer_logprobs(model), bare=bare)
+    except QloraRLError as error:
+        tell("error", type=type(error).__name__, stage=getattr(error, "stage", ""), text=str(error))
+    side.shutdown()
 
 
 def hold_sender(side, scheme, stage: str) -> None:

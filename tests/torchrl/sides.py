@@ -51,16 +51,6 @@ def move(model, seed):
     randomise(model, seed=seed)
 
 
-def make_rpc(kind: str, place: Path):
-    from qlora_rl import torchrl
-
-    if kind == "multiprocessing":
-        return torchrl.MultiprocessingRPC(str(place / "socket"), b"a key of this test")
-    if kind == "ray":
-        return torchrl.RayRPC(f"mailbox-{place.name}", namespace="qlora-rl-tests")
-    raise ValueError(kind)
-
-
 def make_transfer(kind: str, place: Path, timeout_s: float):
     from qlora_rl import torchrl
 
@@ -73,12 +63,11 @@ def make_transfer(kind: str, place: Path, timeout_s: float):
     return torchrl.BodyTransfer()
 
 
-def make_scheme(rpc: str, transfer: str, place: Path, timeout_s: float = 60.0, **options):
-    from qlora_rl.torchrl import AdapterSyncScheme
+def make_scheme(transfer: str, place: Path, timeout_s: float = 60.0, **options):
+    from qlora_rl.torchrl import AdapterSyncScheme, MultiprocessingRPC
 
-    return AdapterSyncScheme(
-        make_rpc(rpc, place), make_transfer(transfer, place, timeout_s), timeout_s=timeout_s, **options
-    )
+    rpc = MultiprocessingRPC(str(place / "socket"), b"a key of this test")
+    return AdapterSyncScheme(rpc, make_transfer(transfer, place, timeout_s), timeout_s=timeout_s, **options)
 
 
 def dense_engine(base):

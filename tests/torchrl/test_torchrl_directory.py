@@ -68,7 +68,7 @@ def test_a_reader_beside_a_writer_gets_no_torn_version_and_none_twice(tmp_path, 
 
 @MANY
 def test_a_receiver_takes_each_of_many_pushes_once_beside_another_reader(base32, tmp_path, pushes):
-    settings = {"base": str(base32), "rpc": "multiprocessing", "transfer": "directory", "place": str(tmp_path)}
+    settings = {"base": str(base32), "transfer": "directory", "place": str(tmp_path)}
     settings |= {"pushes": pushes, "quiet": True}
     reader, seen = DirectoryTransfer(tmp_path / "weights"), {}
     with Side("receiver", **settings) as receiver, Side("sender", **settings) as sender:
@@ -120,7 +120,7 @@ def test_a_reader_of_a_version_that_is_overwritten_gets_the_newest(tmp_path):
     assert float(next(begun)["tensor.0"][0]) == 1.0
     transfer.publish(2, parts(2))
     transfer.publish(3, parts(3))
-    with pytest.raises(SyncError, match="is not what was written"):
+    with pytest.raises(SyncError, match="written"):
         list(begun)
     assert transfer.read().version == 3
 

@@ -6,14 +6,13 @@ import pickle
 import socket
 import threading
 import time
-from contextlib import contextmanager
 
 import pytest
 import torch
 from sides import PROBE, Side, fake_engine, make_scheme, policy, trainer_logprobs
 
 from qlora_rl import AccessDeniedError, BaseMismatchError
-from qlora_rl.torchrl import AdapterSyncScheme, BroadcastTransfer, MultiprocessingRPC, RayRPC
+from qlora_rl.torchrl import AdapterSyncScheme, BroadcastTransfer, MultiprocessingRPC
 
 TRANSFERS = ["directory", "body", "broadcast"]
 PUSHES = 3
@@ -39,7 +38,6 @@ def follow(sender, receiver, pushes=PUSHES):
 def test_what_is_pushed_is_what_the_other_process_serves(base32, tmp_path, transfer):
     settings = {
         "base": str(base32),
-        "rpc": "multiprocessing",
         "transfer": transfer,
         "place": str(tmp_path),
         "pushes": PUSHES,
@@ -49,34 +47,9 @@ def test_what_is_pushed_is_what_the_other_process_serves(base32, tmp_path, trans
 
 
 def test_without_a_canary_what_is_pushed_arrives_too(base32, tmp_path):
-    settings = {"base": str(base32), "rpc": "multiprocessing", "transfer": "body", "place": str(tmp_path)}
+    settings = {"base": str(base32), "transfer": "body", "place": str(tmp_path)}
     with Side("receiver", **settings, pushes=2) as receiver, Side("sender", **settings, pushes=2, every=0) as sender:
         follow(sender, receiver, pushes=2)
-
-
-@contextmanager
-def cluster():
-    """A Ray cluster of this host; the actors' "auto" is this one, whatever other tests have started."""
-    ray = pytest.importorskip("ray")
-    options = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 200 * 2**20, "log_to_driver": False}
-    context = ray.init(address="local", namespace="qlora-rl-tests", **options)
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("RAY_ADDRESS", context.address_info["gcs_address"])
-            yield
-    finally:
-        ray.shutdown()
-
-
-@pytest.mark.full  # a cluster is a dozen processes
-def test_a_ray_cluster_carries_each_transfer(base32, tmp_path):
-    with cluster():
-        for transfer in TRANSFERS:
-            place = tmp_path / transfer
-            place.mkdir()
-            settings = {"base": str(base32), "rpc": "ray", "transfer": transfer, "place": str(place), "pushes": PUSHES}
-            with Side("receiver", **settings) as receiver, Side("sender", **settings) as sender:
-                follow(sender, receiver)
 
 
 @pytest.mark.gpu
@@ -84,7 +57,6 @@ def test_a_ray_cluster_carries_each_transfer(base32, tmp_path):
 def test_nccl_carries_a_push_between_two_gpus(base32, tmp_path):
     settings = {
         "base": str(base32),
-        "rpc": "multiprocessing",
         "transfer": "nccl",
         "place": str(tmp_path),
         "pushes": PUSHES,
@@ -98,17 +70,17 @@ def test_full_weights_travel_by_each_transfer(base32, baked32, tmp_path):
     for transfer in TRANSFERS:
         place = tmp_path / transfer
         place.mkdir()
-        settings = {"rpc": "multiprocessing", "transfer": transfer, "place": str(place), "pushes": 2, "dense": True}
+        settings = {"transfer": transfer, "place": str(place), "pushes": 2, "dense": True}
         with Side("receiver", base=str(baked32), **settings) as receiver:
             with Side("sender", base=str(base32), **settings) as sender:
                 follow(sender, receiver, pushes=2)
 
 
 def test_a_receiver_on_another_base_rejects_at_init_and_so_does_the_sender(base32, other_base32, tmp_path):
-    settings = {"rpc": "multiprocessing", "transfer": "directory", "place": str(tmp_path)}
+    settings = {"transfer": "directory", "place": str(tmp_path)}
     with Side("receiver", base=str(other_base32), **settings) as receiver:
         model = policy(base32)
-        sender = make_scheme("multiprocessing", "directory", tmp_path).create_sender()
+        sender = make_scheme("directory", tmp_path).create_sender()
         sender.register_model(model)
         with pytest.raises(BaseMismatchError, match="differ"):
             sender.init_all_workers_group()
@@ -117,12 +89,10 @@ def test_a_receiver_on_another_base_rejects_at_init_and_so_does_the_sender(base3
 
 
 def test_layers_cross_to_another_process_as_settings(tmp_path):
-    scheme = make_scheme("multiprocessing", "broadcast", tmp_path)
+    scheme = make_scheme("broadcast", tmp_path)
     twin = pickle.loads(pickle.dumps(scheme))
     assert (twin.rpc.address, twin.rpc.authkey) == (scheme.rpc.address, scheme.rpc.authkey)
     assert twin.transfer.name == "broadcast"
-    layer = RayRPC("a name")
-    assert vars(pickle.loads(pickle.dumps(layer))) == vars(layer)
 
 
 def test_a_connection_wants_the_key_and_leaves_nothing_behind(base32):

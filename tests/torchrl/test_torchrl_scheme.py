@@ -115,7 +115,7 @@ def test_a_version_that_is_not_what_was_pushed_is_taken_back(model, engine):
 
     engine._serve = broken
     move(model, 5)
-    with pytest.raises(CanaryError, match="are not what was pushed"):
+    with pytest.raises(CanaryError):
         engine_serves_wrong_numbers_once(sender, engine, serve)
     assert not receiver.poll_and_apply(0)
     assert (receiver.version, engine.version) == (1, 1)
@@ -182,7 +182,7 @@ def test_an_adapter_that_has_changed_its_shape_is_rejected_until_both_sides_agre
     sender.update_weights()
     model.add_adapter("smaller", LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
     model.set_adapter("smaller")
-    with pytest.raises(SyncError, match="is not what both sides agreed on"):
+    with pytest.raises(SyncError, match="agreed"):
         sender.update_weights()
     assert engine.version == 1
     sender.init_all_workers_group()
@@ -220,9 +220,9 @@ def test_only_the_registered_model_is_pushed(base32, model, engine):
     wrapper = Wrapper()
     wrapper.model = model
     sender.update_weights(wrapper)
-    with pytest.raises(ConfigConflictError, match="is not the registered model"):
+    with pytest.raises(ConfigConflictError, match="registered"):
         sender.update_weights(policy(base32))
-    with pytest.raises(ConfigConflictError, match="is not a PeftModel"):
+    with pytest.raises(ConfigConflictError, match="PeftModel"):
         sender.update_weights({})
     assert receiver.version == 1
 
@@ -240,7 +240,7 @@ def test_a_sender_that_was_shut_down_pushes_nothing(model, engine):
 
 
 def test_a_collective_in_one_process_is_rejected():
-    with pytest.raises(ConfigConflictError, match="a collective needs two processes"):
+    with pytest.raises(ConfigConflictError, match="two processes"):
         AdapterSyncScheme(transfer=BroadcastTransfer())
 
 
@@ -284,7 +284,7 @@ def test_garbage_in_an_answer_is_named(content):
     asking.open()
     answer = asking.begin("capabilities")
     rpc.to_sender.put(Message(asking.session, 1, "", content).encode())
-    with pytest.raises(SyncError, match="Something else uses this channel"):
+    with pytest.raises(SyncError, match="channel"):
         answer()
 
 
@@ -294,5 +294,5 @@ def test_garbage_in_an_answer_is_named(content):
 )
 def test_garbage_in_a_channel_is_named(header):
     for message in (header, len(header).to_bytes(8, "little") + header, b"\xff" * 8 + header):
-        with pytest.raises(SyncError, match="Something else uses this channel"):
+        with pytest.raises(SyncError, match="channel"):
             Message.decode(message)

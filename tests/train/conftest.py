@@ -25,6 +25,17 @@ def engine(base):
         yield engine
 
 
+@pytest.fixture(scope="module")
+def exact(model_dir):
+    """A float32 base, and an engine on it."""
+    from qlora_rl import load_base, prepare_base
+    from qlora_rl.engine.fake import FakeEngine
+
+    base = prepare_base(model_dir, "none", compute_dtype="float32")
+    with FakeEngine(load_base(base), max_model_length=64) as engine:
+        yield base, engine
+
+
 @pytest.fixture(scope="session")
 def engine_in_flight(model_dir):
     """One on the base that bitsandbytes makes of the tiny model while transformers loads it: another base than the

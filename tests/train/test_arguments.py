@@ -365,5 +365,5 @@ class Broken(Counter):
 
 
 def test_an_environment_whose_reward_fails_is_named(talk):
-    with pytest.raises(RewardFunctionError, match="'Broken' raised ZeroDivisionError: no total"):
+    with pytest.raises(RewardFunctionError, match="'Broken' raised ZeroDivisionError"):
         talk("done<|im_end|>", environment_factory=Broken, reward_funcs=None)

@@ -13,7 +13,7 @@ from test_arguments import Scripted, call, talking  # noqa: F401 - a fixture
 
 from qlora_rl import ConfigConflictError, QLoRAAsyncGRPOTrainer, RewardFunctionError, load_base
 from qlora_rl.contracts import Rollout
-from qlora_rl.train.rollouts.staleness import StalenessLimit
+from qlora_rl.train.rollouts.ahead import StalenessLimit
 
 
 def rows(count):
@@ -293,7 +293,7 @@ def test_what_contradicts_is_rejected(make_async, config, fields, message):
 
 
 def test_what_cannot_go_with_overlap_is_rejected_at_once(make_async, config, colocate):
-    with pytest.raises(ConfigConflictError, match="vllm_enable_sleep_mode=True with overlapping rollouts"):
+    with pytest.raises(ConfigConflictError, match="vllm_enable_sleep_mode=True"):
         make_async(args=config(vllm_enable_sleep_mode=True), train_dataset=rows(4), rollout="colocate")
     assert colocate[-1]._is_closed
 

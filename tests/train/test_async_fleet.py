@@ -9,13 +9,15 @@ from fakes import Here
 from test_async import Counted, Reward, rows, steps_of
 
 from qlora_rl import load_base
+from qlora_rl.engine.client import EngineClient
 from qlora_rl.engine.fleet import Fleet
 from qlora_rl.engine.fleet import replicas as team
 
 
 @pytest.fixture
 def replicas(base):
-    return [Here(name, load_base(base)) for name in ("one", "two", "three")]
+    lines = [Here(name, load_base(base)) for name in ("one", "two", "three")]
+    return [EngineClient(line, timeout_s=60.0, wait_s=0.0) for line in lines]
 
 
 @pytest.fixture
@@ -61,12 +63,12 @@ def test_one_that_dies_in_a_rollout_and_comes_back_changes_nothing_that_is_train
     staleness,
 ):
     reward = Reward(seconds=0.05)
-    replicas[1].dies_at = 4
+    replicas[1].connection.dies_at = 4
 
     def revive():
         while not trainer.state.global_step >= 5:
             time.sleep(0.01)
-        replicas[1].start_again()
+        replicas[1].connection.start_again()
 
     arguments = {"reward_funcs": reward, "train_dataset": rows(32), "max_staleness": staleness, "rollout": fleet}
     trainer = make_async(Counted, args=epoch(config), **arguments)
@@ -76,7 +78,8 @@ def test_one_that_dies_in_a_rollout_and_comes_back_changes_nothing_that_is_train
     trainer.train()
     thread.join()
     check(trainer, reward, staleness, 32)
-    assert sum(each.sampled for each in replicas) == 64  # what the dead one had begun was sampled by others, once
+    # What the dead one had begun was sampled by others, once.
+    assert sum(each.connection.sampled for each in replicas) == 64
     fleet.wake()
     assert fleet.live == replicas
     assert replicas[1].incarnation == 2
@@ -96,13 +99,13 @@ def test_one_that_stands_still_does_not_stop_the_steps_and_is_not_counted_twice(
     reward = Reward()
     arguments = {"reward_funcs": reward, "train_dataset": rows(16), "max_staleness": 1, "rollout": fleet}
     trainer = make_async(Counted, args=epoch(config), **arguments)
-    replicas[2].may_answer.clear()
+    replicas[2].connection.may_answer.clear()
     trainer.train()
     check(trainer, reward, 1, 16)
     assert replicas[2] not in fleet.live
-    counted = sum(each.sampled for each in replicas[:2])
-    assert (counted, replicas[2].sampled) == (32, 0)
-    replicas[2].may_answer.set()
+    counted = sum(each.connection.sampled for each in replicas[:2])
+    assert (counted, replicas[2].connection.sampled) == (32, 0)
+    replicas[2].connection.may_answer.set()
     end = time.monotonic() + 60
     while replicas[2] not in fleet.live:
         assert time.monotonic() < end
@@ -129,7 +132,7 @@ def test_no_batch_is_sampled_further_ahead_than_the_bound(make_async, config, fl
 
 def test_a_replica_that_is_faster_draws_more_of_the_prompts(make_async, config, replicas):
     one, two, _ = replicas
-    one.pause_s, two.pause_s = 0.12, 0.03
+    one.connection.pause_s, two.connection.pause_s = 0.12, 0.03
     reward = Reward()
     with Fleet([one, two]) as fleet:
         arguments = {"reward_funcs": reward, "train_dataset": rows(96), "max_staleness": 0, "rollout": fleet}
@@ -138,4 +141,4 @@ def test_a_replica_that_is_faster_draws_more_of_the_prompts(make_async, config, 
         )
         trainer.train()
         assert trainer.trained == reward.seen == dict.fromkeys(range(96), 2)
-        assert two.sampled > 1.2 * one.sampled  # a busy machine is slower at both
+        assert two.connection.sampled > 1.2 * one.connection.sampled  # a busy machine is slower at both

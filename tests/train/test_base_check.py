@@ -4,9 +4,9 @@ import json
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 
-from qlora_rl import BaseMismatchError, CanaryError, FakeEngine, load_base, prepare_base
+from qlora_rl import BaseMismatchError, CanaryError, ConfigConflictError, FakeEngine, load_base, prepare_base
 from qlora_rl.report import write_report
 
 
@@ -148,10 +148,6 @@ def test_an_interrupt_while_the_adapter_is_saved_loses_no_adapter(make_trainer, 
 
 
 def test_a_model_that_was_lifted_for_k_bit_training_is_rejected_by_name(make_trainer, base):
-    from peft import prepare_model_for_kbit_training
-
-    from qlora_rl import ConfigConflictError
-
     model = prepare_model_for_kbit_training(load_base(base))
     model.qlora_base = None
     with pytest.raises(ConfigConflictError, match="prepare_model_for_kbit_training"):

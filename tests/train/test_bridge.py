@@ -8,6 +8,7 @@ from qlora_rl import (
     CanaryError,
     EngineBrokenError,
     FakeEngine,
+    NotYetSupportedError,
     PromptTooLongError,
     SamplingSpec,
     load_base,
@@ -143,8 +144,6 @@ def test_the_kv_cache_is_away_while_the_policy_is_trained_and_back_for_each_push
 
 
 def test_images_are_rejected(parts):
-    from qlora_rl import NotYetSupportedError
-
     with pytest.raises(NotYetSupportedError, match="images"):
         bridge(*parts).generate(PROMPTS, images=[["picture"], None])
 

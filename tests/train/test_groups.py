@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 from trl import GRPOTrainer, RLOOTrainer
 from trl.chat_template_utils import qwen3_chat_template
 
-from qlora_rl.train.rollouts.groups import GroupedPrompts, groups_of
+from qlora_rl.train.rollouts.batches import GroupedPrompts, groups_of
 
 TEXTS = ["1+1=", "1+1=", "20+35=", "1+1=", "20+35=", "20+35="]
 CHATS = [[{"role": "system", "content": "Add."}, {"role": "user", "content": text}] for text in TEXTS]

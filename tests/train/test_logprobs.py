@@ -207,27 +207,27 @@ def test_truncated_logprobs_and_gradients_are_those_of_a_softmax_over_what_is_ke
         assert torch.nn.functional.cosine_similarity(own.flatten(), theirs.flatten(), 0) > 0.99, name
 
 
-def test_what_truncated_sampling_keeps():
-    logits_NV = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
-    for truncated, target, mass in (
-        (TruncatedSampling(top_k=2), 0, 0.7),
-        (TruncatedSampling(top_k=9), 3, 1.0),
-        (TruncatedSampling(top_p=0.65), 1, 0.7),  # the second passes it
-        (TruncatedSampling(top_p=0.75), 1, 0.9),
-        (TruncatedSampling(min_p=0.6), 0, 0.7),
-        (TruncatedSampling(3, 0.5), 0, 0.7),  # of nine tenths
-        (TruncatedSampling(top_k=2), 3, 0.8),  # sampled all the same
-    ):
-        found = truncated.log_kept(logits_NV, torch.tensor([target])).exp()
-        torch.testing.assert_close(found, torch.tensor([mass]))
+FALLING, EQUAL = [0.4, 0.3, 0.2, 0.1], [0.4, 0.2, 0.2, 0.2]
 
 
-def test_of_equal_logits_as_many_are_kept_as_vllm_keeps():
-    """On a CPU top_k keeps all that are as likely as its last one, and top_p counts."""
-    logits_NV = torch.tensor([[0.4, 0.2, 0.2, 0.2]]).log()
-    for truncated, mass in ((TruncatedSampling(top_k=2), 1.0), (TruncatedSampling(top_p=0.5), 0.6)):
-        found = truncated.log_kept(logits_NV, torch.tensor([0])).exp()
-        torch.testing.assert_close(found, torch.tensor([mass]))
+@pytest.mark.parametrize(
+    ("shares", "truncated", "target", "mass"),
+    [
+        (FALLING, TruncatedSampling(top_k=2), 0, 0.7),
+        (FALLING, TruncatedSampling(top_k=9), 3, 1.0),
+        (FALLING, TruncatedSampling(top_p=0.65), 1, 0.7),  # the second passes it
+        (FALLING, TruncatedSampling(top_p=0.75), 1, 0.9),
+        (FALLING, TruncatedSampling(min_p=0.6), 0, 0.7),
+        (FALLING, TruncatedSampling(3, 0.5), 0, 0.7),  # of nine tenths
+        (FALLING, TruncatedSampling(top_k=2), 3, 0.8),  # sampled all the same
+        # As vLLM keeps equal ones: on a CPU top_k all that are as likely as its last one, and top_p counts.
+        (EQUAL, TruncatedSampling(top_k=2), 0, 1.0),
+        (EQUAL, TruncatedSampling(top_p=0.5), 0, 0.6),
+    ],
+)
+def test_what_truncated_sampling_keeps(shares, truncated, target, mass):
+    found = truncated.log_kept(torch.tensor([shares]).log(), torch.tensor([target])).exp()
+    torch.testing.assert_close(found, torch.tensor([mass]))
 
 
 def test_a_vocabulary_of_which_few_words_are_not_enough_is_sorted_whole():

@@ -5,13 +5,15 @@ import logging
 from types import SimpleNamespace
 
 import pytest
+from peft import LoraConfig, get_peft_model
 from transformers import Qwen3Config
 
-from qlora_rl import ConfigConflictError, MemoryBudgetError, load_base, plan_memory
+from qlora_rl import ConfigConflictError, MemoryBudgetError, load_base, plan_memory, recommend
 from qlora_rl.engine.fake import FakeEngine
 from qlora_rl.memory.cards import RESERVE_GIB
 from qlora_rl.memory.plan import GIB
-from qlora_rl.train.setup.memory_budget import expects_full_weights
+from qlora_rl.train.run import recorded_training
+from qlora_rl.train.setup.memory_budget import MemoryBudget, expects_full_weights
 
 
 @pytest.fixture
@@ -29,8 +31,6 @@ def colocate(monkeypatch):
 
 
 def test_the_estimate_is_logged_and_written_down_before_anything_is_loaded(make_trainer, config, monkeypatch, caplog):
-    from qlora_rl.train.run import recorded_training
-
     seen = []
     real = recorded_training.resolve_model
     monkeypatch.setattr(
@@ -48,10 +48,8 @@ def test_the_estimate_is_logged_and_written_down_before_anything_is_loaded(make_
 
 
 def test_a_wish_that_cannot_be_kept_is_rejected_before_anything_is_loaded(make_trainer, colocate, monkeypatch):
-    from qlora_rl.train.run import recorded_training
-
     monkeypatch.setattr(recorded_training, "resolve_model", lambda *a, **k: pytest.fail("something was loaded"))
-    with pytest.raises(MemoryBudgetError, match=r"needs \d.\d\d GiB at its peak > gpu_memory=0.00 GiB") as caught:
+    with pytest.raises(MemoryBudgetError, match=r"gpu_memory=0.00 GiB") as caught:
         make_trainer(rollout="colocate", gpu_memory=0.001)
     assert "base, shared" in str(caught.value)
     with pytest.raises(MemoryBudgetError) as caught:
@@ -110,10 +108,6 @@ def budget_on_a_card(
     reported_gib, gpu_memory, base, args, monkeypatch, host_gib=200.0, vllm="0.31.0", rests=True, **options
 ):
     """The budget of a run on a card that reports so much memory, in a machine of which so much is free."""
-    from peft import LoraConfig
-
-    from qlora_rl.train.setup.memory_budget import MemoryBudget
-
     monkeypatch.setattr("qlora_rl.engine.compat.vllm_version", lambda: vllm)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (int((reported_gib - 1) * GIB), int(reported_gib * GIB)))
@@ -127,8 +121,6 @@ def budget_on_a_card(
 
 @pytest.mark.parametrize("reported_gib", [21.95, 23.64])
 def test_the_size_of_a_card_is_planned_on_that_card_as_beforehand(reported_gib, base, config, monkeypatch):
-    from qlora_rl import recommend
-
     beforehand = recommend(base.path, "grpo", 24)
     memory_budget = budget_on_a_card(reported_gib, beforehand.trainer["gpu_memory"], base, config(), monkeypatch)
     assert memory_budget.estimate.budget_bytes == beforehand.estimate.budget_bytes
@@ -161,7 +153,7 @@ def test_the_plan_turns_on_what_is_not_set_and_what_is_set_stays(
 ):
     wanted, args = long_run(config, tmp_path, **fields)
     if set_to is MemoryBudgetError:
-        with pytest.raises(MemoryBudgetError, match="turned on to save memory, but not enough"):
+        with pytest.raises(MemoryBudgetError, match="turned on to save memory"):
             budget_on_a_card(23.64, 24, wanted, args, monkeypatch, **options)
         return
     memory_budget = budget_on_a_card(23.64, 24, wanted, args, monkeypatch, **options)
@@ -175,7 +167,7 @@ def test_the_plan_turns_on_what_is_not_set_and_what_is_set_stays(
 def test_the_plan_does_not_count_on_a_sleep_that_will_not_be(why, field, config, tmp_path, monkeypatch):
     """Before vLLM 0.31 an engine that lends its base stays awake, and one that samples meanwhile always does."""
     wanted, args = long_run(config, tmp_path, **field)
-    with pytest.raises(MemoryBudgetError, match="turned on to save memory, but not enough: layer inputs") as caught:
+    with pytest.raises(MemoryBudgetError, match="layer inputs") as caught:
         budget_on_a_card(23.64, 24, wanted, args, monkeypatch, **why)
     assert "vllm_enable_sleep_mode" not in str(caught.value)
     memory_budget = budget_on_a_card(23.64, "auto", wanted, args, monkeypatch, **why)
@@ -205,14 +197,14 @@ def long_run(config, tmp_path, **fields):
 def test_layer_inputs_have_the_host_memory_that_is_free(config, tmp_path, monkeypatch, caplog):
     """36 of 512 MiB each, and as much for shorter ones; two processes have half of it each."""
     wanted, args = long_run(config, tmp_path)
-    with pytest.raises(MemoryBudgetError, match=r"layer inputs stay on the GPU: 36.00 GiB > 32.00 GiB of host memory"):
+    with pytest.raises(MemoryBudgetError, match=r"36.00 GiB > 32.00 GiB"):
         budget_on_a_card(23.64, 24, wanted, args, monkeypatch, host_gib=32.0)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(MemoryBudgetError, match=r"36.00 GiB > 24.00 GiB of host memory"):
+    with pytest.raises(MemoryBudgetError, match=r"36.00 GiB > 24.00 GiB"):
         budget_on_a_card(23.64, 24, wanted, args, monkeypatch, host_gib=48.0)
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     args.gradient_checkpointing_kwargs = {"offload": True}
-    with pytest.raises(MemoryBudgetError, match=r"need 36.00 GiB of host memory > 32.00 GiB, which are free"):
+    with pytest.raises(MemoryBudgetError, match=r"36.00 GiB of host memory > 32.00 GiB"):
         budget_on_a_card(23.64, 24, wanted, args, monkeypatch, host_gib=32.0)
     budget_on_a_card(23.64, "auto", wanted, args, monkeypatch, host_gib=32.0)
     assert "the run may not fit: layer inputs of 1 x 65536 tokens need 36.00 GiB of host memory" in caplog.text
@@ -241,19 +233,12 @@ def test_an_engine_sleeps_in_a_run_that_fits_only_so(make_trainer, config, coloc
 
 @pytest.mark.parametrize("asked", [24, 20.5])
 def test_more_than_the_card_has_is_rejected(asked, base, config, monkeypatch):
-    with pytest.raises(ConfigConflictError, match=rf"gpu_memory={asked}.* > 20.0 GiB, which the card has"):
+    with pytest.raises(ConfigConflictError, match=rf"gpu_memory={asked}.* > 20.0 GiB"):
         budget_on_a_card(20.0, asked, base, config(), monkeypatch)
-
-
-def test_on_the_cpu_auto_sets_no_limit(make_trainer, colocate):
-    trainer = make_trainer(rollout="colocate")
-    assert trainer.memory.estimate.fits
-    assert "kv_cache_gib" not in colocate[0]
 
 
 def test_a_peft_model_is_counted_as_it_is(make_trainer, base, config):
     import torch
-    from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(
         load_base(base), LoraConfig(r=4, target_modules=["q_proj"], rank_pattern={"layers.0.self_attn.q_proj": 2})
@@ -264,13 +249,6 @@ def test_a_peft_model_is_counted_as_it_is(make_trainer, base, config):
     assert lines["adapter"] == held
     assert lines["optimizer"] == 0
     assert all(p.dtype == torch.float32 for p in trainer.model.parameters() if p.requires_grad)
-
-
-def test_the_optimizer_line_is_what_the_optimizer_holds_after_training(make_trainer):
-    trainer = make_trainer()
-    trainer.train()
-    held = sum(v.nbytes for s in trainer.optimizer.state.values() for v in s.values() if hasattr(v, "nbytes"))
-    assert next(x.nbytes for x in trainer.memory.estimate.lines if x.name == "optimizer") == held
 
 
 def test_a_run_that_cannot_be_planned_says_why_and_goes_on(make_trainer, monkeypatch):
@@ -294,8 +272,6 @@ def test_a_run_that_cannot_be_planned_says_why_and_goes_on(make_trainer, monkeyp
     ],
 )  # fmt: skip
 def test_the_baked_base_is_counted_where_full_weights_will_travel(fields, sync, expected, base):
-    from peft import LoraConfig, get_peft_model
-
     config = LoraConfig(**{"r": 4, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM", **fields})
     assert expects_full_weights(base, config, sync) is expected
     model = load_base(base)
@@ -304,19 +280,16 @@ def test_the_baked_base_is_counted_where_full_weights_will_travel(fields, sync, 
         assert expects_full_weights(get_peft_model(model, config), None, sync) is expected
 
 
-def test_the_plan_of_a_dora_run_holds_the_baked_base_beside_the_4_bit_one(make_trainer):
-    from peft import LoraConfig
-
+@pytest.mark.parametrize(
+    ("fields", "arguments"),
+    [
+        ({}, {"peft_config": LoraConfig(r=4, target_modules=["q_proj"], use_dora=True)}),
+        ({"vllm_tensor_parallel_size": 2}, {}),
+    ],
+    ids=["DoRA", "several ranks"],
+)
+def test_the_plan_of_an_engine_on_the_baked_base_holds_it_beside_the_4_bit_one(make_trainer, config, fields, arguments):
     with pytest.raises(MemoryBudgetError) as caught:
-        make_trainer(
-            rollout="colocate", gpu_memory=0.001, peft_config=LoraConfig(r=4, target_modules=["q_proj"], use_dora=True)
-        )
-    assert "base, engine" in str(caught.value)
-    assert "baked" in str(caught.value)
-
-
-def test_the_plan_of_an_engine_of_several_ranks_holds_the_baked_base_and_shares_nothing(make_trainer, config):
-    with pytest.raises(MemoryBudgetError) as caught:
-        make_trainer(rollout="colocate", gpu_memory=0.001, args=config(vllm_tensor_parallel_size=2))
+        make_trainer(rollout="colocate", gpu_memory=0.001, args=config(**fields), **arguments)
     assert "base, engine" in str(caught.value)
     assert "baked" in str(caught.value)

@@ -57,7 +57,7 @@ def test_what_somebody_else_has_pushed_in_the_middle_of_a_rollout_is_not_trained
             return real(*arguments, **named)
 
         ours.engine.generate = generate
-        with pytest.raises(EngineBrokenError, match="version=2 has answered, and version=1 was pushed"):
+        with pytest.raises(EngineBrokenError, match=r"version=2 .*version=1"):
             ours.train()
         del ours.engine.generate
 

@@ -9,7 +9,7 @@ from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from support import tiny_training
 from test_models import adapter, as_form, assert_same, bytes_of_the_base
-from transformers import AutoTokenizer, TrainerCallback
+from transformers import AutoTokenizer, TrainerCallback, TrainingArguments
 from trl import DPOConfig, KTOConfig, KTOTrainer, SFTConfig
 
 from qlora_rl import (
@@ -69,14 +69,10 @@ def test_what_would_change_the_vocabulary_is_rejected(kind, make, base, tmp_path
     same = tokenizer.save_pretrained(tmp_path / "same") and str(tmp_path / "same")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|start|>", "<|stop|>"]})
     tokenizer.save_pretrained(tmp_path / "more")
-    with pytest.raises(
-        ConfigConflictError, match=r"reading processing_class: .*'<\|start\|>' \(128\), '<\|stop\|>' \(129\)"
-    ):
+    with pytest.raises(ConfigConflictError, match=r"'<\|start\|>' \(128\), '<\|stop\|>' \(129\)"):
         make(kind, processing_class=tokenizer)
     if kind == "sft":
-        with pytest.raises(
-            ConfigConflictError, match=r"resize the model's embedding from 128 to 130 rows.*chat\.jinja"
-        ):
+        with pytest.raises(ConfigConflictError, match="128 to 130 rows"):
             make(kind, {"chat_template_path": str(tmp_path / "more")})
         (tmp_path / "chat.jinja").write_text(tokenizer.chat_template)
         for number, path in enumerate((same, str(tmp_path / "chat.jinja"))):
@@ -94,12 +90,12 @@ def test_messages_that_the_chat_template_does_not_take_are_rejected(kind, make, 
     names = ("chosen", "rejected") if kind == "dpo" else ("completion",)
     said = {name: [answer] for name in names} | ({"label": True} if kind == "kto" else {})
     rows = [{"prompt": asked, **said} for asked in ([user], [user], [system, user])]
-    with pytest.raises(ConfigConflictError, match=r"prompt of row 2, whose roles are system, user: .*no system"):
+    with pytest.raises(ConfigConflictError, match=r"prompt of row 2.*no system"):
         make(kind, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
     if kind == "kto":  # it takes no whole conversations but pairs of them
         names = ("chosen", "rejected")
     whole = [{name: [*row["prompt"], answer] for name in (("messages",) if kind == "sft" else names)} for row in rows]
-    with pytest.raises(ConfigConflictError, match="of row 2, whose roles are system, user, assistant"):
+    with pytest.raises(ConfigConflictError, match="row 2"):
         make(kind, train_dataset=Dataset.from_list(whole), processing_class=tokenizer)
 
 
@@ -149,12 +145,9 @@ def test_a_pad_token_without_an_embedding_in_a_base_of_before_is_the_bases_own(m
     with monkeypatch.context() as before:
         before.setattr(writer, "check_vocabulary", lambda *_: None)  # as versions did that had no such check
         old = prepare_base(model_dir, tokenizer=tokenizer, out=tmp_path / "old")
-    with pytest.raises(
-        ConfigConflictError, match=rf"the tokenizer of the base {old}: .*'<\|unused\|>' \(128\).*eos_token;"
-    ):
-        make("sft", model=old)
-    with pytest.raises(ConfigConflictError, match=r"reading processing_class: .*'<\|unused\|>' \(128\)"):
-        make("sft", model=old, processing_class=tokenizer)
+    for arguments in ({}, {"processing_class": tokenizer}):
+        with pytest.raises(ConfigConflictError, match=r"'<\|unused\|>' \(128\)"):
+            make("sft", model=old, **arguments)
     tokenizer.pad_token = tokenizer.eos_token  # the way out of the message
     make("sft", {"max_steps": 1}, model=old, processing_class=tokenizer, remove_padding=False).train()
 
@@ -176,29 +169,21 @@ def test_sft_learns_its_sentences(make):
     assert lines(trainer.run.path)[-1]["mean_token_accuracy"] > 0.5
 
 
-def test_dpo_widens_the_margin_and_prefers_what_was_chosen(make):
-    trainer = make("dpo", {"max_steps": 30})
+@pytest.mark.parametrize(
+    ("kind", "first", "last"),
+    [("dpo", 0.6931, 0.35), ("kto", 0.5, 0.4)],  # ln 2, and 1 - sigmoid(0)
+)
+def test_what_is_good_becomes_likelier_than_what_is_not(kind, first, last, make):
+    trainer = make(kind, {"max_steps": 30})
     before = bytes_of_the_base(trainer.model)
     trainer.train()
     assert_same(before, bytes_of_the_base(trainer.model))
     steps = lines(trainer.run.path)
     assert steps[0]["rewards/margins"] == pytest.approx(0.0, abs=1e-6)  # the policy is still the reference
-    assert steps[0]["loss"] == pytest.approx(0.6931, abs=1e-3)  # ln 2
+    assert steps[0]["loss"] == pytest.approx(first, abs=1e-3)
     assert steps[-1]["rewards/margins"] > 1.0
-    assert steps[-1]["rewards/accuracies"] > 0.9
-    assert steps[-1]["loss"] < 0.35
-
-
-def test_kto_tells_good_completions_from_bad_ones(make):
-    trainer = make("kto", {"max_steps": 30})
-    before = bytes_of_the_base(trainer.model)
-    trainer.train()
-    assert_same(before, bytes_of_the_base(trainer.model))
-    steps = lines(trainer.run.path)
-    assert steps[0]["rewards/margins"] == pytest.approx(0.0, abs=1e-6)  # the policy is still the reference
-    assert steps[0]["loss"] == pytest.approx(0.5, abs=1e-3)  # 1 - sigmoid(0)
-    assert steps[-1]["rewards/margins"] > 1.0
-    assert steps[-1]["loss"] < 0.4
+    assert steps[-1].get("rewards/accuracies", 1.0) > 0.9  # which KTO does not measure
+    assert steps[-1]["loss"] < last
 
 
 @pytest.mark.parametrize("fields", [{}, {"loss_type": "apo_zero_unpaired"}, {"precompute_ref_log_probs": True}])
@@ -274,28 +259,32 @@ def test_kto_measures_no_kl_of_a_row_against_itself(make, caplog):
         rows_of(1)
 
 
-def test_what_kto_cannot_learn_from_is_said_before_anything_is_loaded(make, monkeypatch):
+ASKED = {"prompt": "1", "completion": "2"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "fields", "said"),
+    [
+        (JUDGED, {"per_device_train_batch_size": 1}, "per_device_train_batch_size=1"),
+        (JUDGED, {"train_sampling_strategy": "random"}, "train_sampling_strategy='random'"),
+        ([ASKED | {"label": "true"}], {}, "label of row 0 is 'true'"),
+        ([ASKED | {"label": each} for each in (1, 0, 2)], {}, "label of row 2 is 2"),
+        ([ASKED], {}, "no column label"),
+        ([{"prompt": "1", "label": True}], {}, "no column completion"),
+        ([{"completion": "2", "label": True}], {}, "no column prompt"),
+        ([{"chosen": "1", "label": True}], {}, "no columns prompt, completion"),
+        ([PAIRS[0] | {"label": False}], {}, "label is a column"),
+        ([PAIRS[0] | {"completion": "3", "label": False}], {}, "completion, label are columns"),
+    ],
+)
+def test_what_kto_cannot_learn_from_is_said_before_anything_is_loaded(rows, fields, said, make, monkeypatch):
     monkeypatch.setattr("qlora_rl.train.offline.open_run", lambda *_: pytest.fail("a run was begun"))
-    for fields, said in (
-        ({"per_device_train_batch_size": 1}, "per_device_train_batch_size=1"),
-        ({"train_sampling_strategy": "random"}, "train_sampling_strategy='random'"),
+    for split in (
+        {"train_dataset": Dataset.from_list(list(rows))},
+        {"eval_dataset": {"some": Dataset.from_list(list(rows))}},
     ):
         with pytest.raises(ConfigConflictError, match=said):
-            make("kto", fields)
-    for rows, said in (
-        ([{"prompt": "1", "completion": "2", "label": "true"}], "label of row 0 is 'true'"),
-        ([{"prompt": "1", "completion": "2", "label": each} for each in (1, 0, 2)], "label of row 2 is 2"),
-        ([{"prompt": "1", "completion": "2"}], "no column label"),
-        ([{"prompt": "1", "label": True}], "no column completion"),
-        ([{"completion": "2", "label": True}], "no column prompt"),
-        ([{"chosen": "1", "label": True}], "no columns prompt, completion"),
-        ([PAIRS[0] | {"label": False}], "label is a column besides chosen and rejected"),
-        ([PAIRS[0] | {"completion": "3", "label": False}], "completion, label are columns besides"),
-    ):
-        with pytest.raises(ConfigConflictError, match=said):
-            make("kto", train_dataset=Dataset.from_list(rows))
-        with pytest.raises(ConfigConflictError, match=said):
-            make("kto", eval_dataset={"some": Dataset.from_list(rows)})
+            make("kto", fields, **split)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -319,16 +308,30 @@ def test_the_run_directory_is_whole_and_its_adapter_is_the_trained_one(kind, mak
     assert not (run / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("kind", "dtype"), [("sft", "float32"), ("dpo", "bfloat16"), ("kto", "bfloat16")])
 def test_the_adapters_dtype_is_kept(kind, dtype, make):
     trainer = make(kind, {"max_steps": 1}, adapter_dtype=dtype)
     trainer.train()
     assert {p.dtype for p in adapter(trainer.model).values()} == {getattr(torch, dtype)}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("form", ["checkpoint", "quantised object", "PeftModel"])
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [
+        ("sft", "checkpoint"),
+        ("dpo", "quantised object"),
+        *((kind, "PeftModel") for kind in KINDS),
+        *(
+            pytest.param(kind, form, marks=pytest.mark.full)
+            for kind, form in (
+                ("dpo", "checkpoint"),
+                ("kto", "checkpoint"),
+                ("sft", "quantised object"),
+                ("kto", "quantised object"),
+            )
+        ),
+    ],
+)
 def test_every_form_of_model_is_taken(kind, form, make, base, model_dir):
     arguments = as_form(form, base, model_dir)
     before = adapter(arguments["model"]) if form == "PeftModel" else None
@@ -370,8 +373,9 @@ def test_a_training_that_fails_leaves_a_readable_run(kind, make):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_an_adapter_and_with_an_unknown_dtype_there_is_a_way_out(kind, make):
-    with pytest.raises(ConfigConflictError, match="peft_config=LoraConfig"):
+    with pytest.raises(ConfigConflictError, match="peft_config=LoraConfig") as caught:
         make(kind, peft_config=None)
+    assert "sync=" not in str(caught.value)  # which it does not take
     with pytest.raises(ConfigConflictError, match="adapter_dtype='float16'"):
         make(kind, adapter_dtype="float16")
 
@@ -390,17 +394,8 @@ def test_sft_takes_conversations_and_evaluates(make, tmp_path):
 
 
 def test_sft_takes_transformers_own_arguments_as_trl_does(make, tmp_path):
-    from transformers import TrainingArguments
-
     args = TrainingArguments(str(tmp_path / "plain"), max_steps=1, use_cpu=True, report_to=[], learning_rate=0.5)
     trainer = make("sft", args=args)
     trainer.train()
     assert (trainer.args.learning_rate, trainer.state.global_step) == (0.5, 1)
     assert type(trainer.args).__name__ == "SFTConfig"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_nobody_is_sent_to_an_argument_that_the_trainer_does_not_take(kind, make):
-    with pytest.raises(ConfigConflictError, match="peft_config=LoraConfig") as caught:
-        make(kind, peft_config=None)
-    assert "sync=" not in str(caught.value)

@@ -7,20 +7,19 @@ import pytest
 import torch
 from datasets import Dataset
 from online_kinds import KINDS, TINY, by_place
-from peft import LoraConfig, get_peft_model
-from test_models import NF4, adapter, as_form, assert_same, bytes_of_the_base
+from test_models import NF4, adapter, assert_same, bytes_of_the_base
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 import qlora_rl
 from qlora_rl import (
-    AdapterRejectedError,
     BaseMismatchError,
     ConfigConflictError,
     EngineClosedError,
     NotYetSupportedError,
     attach,
     load_base,
+    prepare_base,
 )
 from qlora_rl.engine.fake import FakeEngine
 
@@ -43,7 +42,7 @@ def test_a_closed_trainer_says_so_and_leaves_its_run_as_it_is(kind, make_online,
     resume = lambda: trainer.train(resume_from_checkpoint=str(trainer.run.path / "checkpoint-1"))  # noqa: E731
     before = {file: file.read_bytes() for file in trainer.run.path.rglob("*") if file.is_file()}
     for call in (trainer.train, trainer.sync, resume):
-        with pytest.raises(EngineClosedError, match=r"the trainer was closed.*Make a new one"):
+        with pytest.raises(EngineClosedError):
             call()
     assert {file: file.read_bytes() for file in trainer.run.path.rglob("*") if file.is_file()} == before
 
@@ -62,11 +61,9 @@ def test_a_step_whose_callback_raises_is_written_down(kind, make_online):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_greedy_temperature_is_rejected(kind, make_online):
-    with pytest.raises(ConfigConflictError, match="temperature=0 is greedy"):
+    with pytest.raises(ConfigConflictError, match="temperature=0"):
         make_online(kind, {"temperature": 0.0})
-    with pytest.raises(
-        ConfigConflictError, match=r"generation_kwargs sets temperature=0\.0, and the trainer computes with"
-    ):
+    with pytest.raises(ConfigConflictError, match="generation_kwargs"):
         make_online(kind, {"generation_kwargs": {"temperature": 0.0}})
 
 
@@ -108,33 +105,6 @@ def test_sync_sends_the_last_step_and_says_what_it_sent(kind, make_online, engin
     assert engine.held_adapter(4) != serving
     assert trainer._last_loaded_step == 1
     assert trainer.bridge.state() == {"version": version + 1, "pushed_in_step": 1}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("form", ["checkpoint", "quantised object", "PeftModel"])
-def test_every_form_of_model_is_taken(kind, form, make_online, base, model_dir, engine_in_flight):
-    arguments = as_form(form, base, model_dir)
-    if form == "quantised object":
-        arguments["rollout"] = engine_in_flight
-    before = adapter(arguments["model"]) if form == "PeftModel" else None
-    trainer = make_online(kind, {"max_steps": 1}, **arguments)
-    if form == "PeftModel":
-        assert_same(before, adapter(trainer.model))
-    trainer.train()
-    assert lines(trainer.run)[0]["mismatch_kl"] < 1e-4
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_another_base_a_frozen_adapter_and_a_second_run_are_rejected(kind, make_online, base, other_model_dir):
-    with pytest.raises(BaseMismatchError):
-        make_online(kind, model=str(other_model_dir))
-    frozen = get_peft_model(load_base(base), LoraConfig(r=4, target_modules=["q_proj"]))
-    for parameter in frozen.parameters():
-        parameter.requires_grad_(False)
-    with pytest.raises(AdapterRejectedError, match="is_trainable=True"):
-        make_online(kind, model=frozen, peft_config=None)
-    with pytest.raises(ConfigConflictError, match="vllm_server_host"):
-        make_online(kind, {"vllm_server_host": "10.0.0.1"})
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -314,26 +284,22 @@ def test_attach_to_a_peft_model_and_a_rollout_func(built, engine, adapted, base)
 
 
 def test_attach_rejects_what_it_cannot_serve(built, engine_in_flight, make_online, model_dir):
-    with pytest.raises(ConfigConflictError, match="has an engine of ours already"):
-        attach(make_online("rloo"), rollout=engine_in_flight)
-    with pytest.raises(ConfigConflictError, match="it is a str"):
-        attach("trainer", rollout=engine_in_flight)
-    with pytest.raises(ConfigConflictError, match="carries no adapter"):
-        attach(built(model=AutoModelForCausalLM.from_pretrained(model_dir), peft_config=None), rollout=engine_in_flight)
-    trainer = built()
-    with (
-        attach(trainer, rollout=engine_in_flight),
-        pytest.raises(ConfigConflictError, match="has an engine of ours already"),
-    ):
-        attach(trainer, rollout=engine_in_flight)
-    trainer.use_vllm = True
-    with pytest.raises(ConfigConflictError, match="use_vllm=False"):
-        attach(trainer, rollout=engine_in_flight)
+    bare = built(model=AutoModelForCausalLM.from_pretrained(model_dir), peft_config=None)
+    with_vllm, attached = built(), built()
+    with_vllm.use_vllm = True
+    with attach(attached, rollout=engine_in_flight):
+        for trainer, named in (
+            (make_online("rloo"), "already"),
+            (attached, "already"),
+            ("trainer", "str"),
+            (bare, "no adapter"),
+            (with_vllm, "use_vllm=False"),
+        ):
+            with pytest.raises(ConfigConflictError, match=named):
+                attach(trainer, rollout=engine_in_flight)
 
 
 def test_attach_to_an_engine_on_another_base_leaves_the_trainer_as_it_was(built, other_model_dir):
-    from qlora_rl import prepare_base
-
     trainer = built()
     before = dict(vars(trainer))
     with FakeEngine(load_base(prepare_base(other_model_dir))) as other, pytest.raises(BaseMismatchError):

@@ -25,8 +25,7 @@ from qlora_rl import (
 )
 from qlora_rl.base.attention import attend as attention
 from qlora_rl.base.attention.choice import apply_attention
-from qlora_rl.train.scoring.padding import apply_padding, micro_batches, remove_padding
-from qlora_rl.train.scoring.row import make_row
+from qlora_rl.train.scoring.padding import apply_padding, make_row, micro_batches, remove_padding
 
 WORDS, LONGEST = 97, 24
 TINY = {
@@ -386,14 +385,6 @@ def test_a_model_that_gives_something_else_stays_padded(fault, monkeypatch):
     assert torch.equal(model(**batch(), fused_lm_head=True).log_probs, before)
 
 
-@pytest.fixture(scope="module")
-def exact(model_dir):
-    """A float32 base, and an engine on it."""
-    base = prepare_base(model_dir, "none", compute_dtype="float32")
-    with FakeEngine(load_base(base), max_model_length=64) as engine:
-        yield base, engine
-
-
 MIXED = Dataset.from_list([{"prompt": "+".join(str(n) for n in range(1, 2 + i % 5)) + "="} for i in range(40)])
 FIELDS = {
     "max_completion_length": 12,
@@ -442,6 +433,10 @@ def test_steps_of_grpo_end_with_the_same_adapter(steps, fields, make_trainer, ex
     assert (adapter - padded).norm() < 1e-5 * padded.norm()
 
 
+SENTENCES = Dataset.from_list([{"text": row["prompt"] + str(i)} for i, row in enumerate(MIXED)])
+PAIRS = Dataset.from_list([row | {"chosen": str(i), "rejected": f"{i}+{i}"} for i, row in enumerate(MIXED)])
+
+
 @pytest.mark.parametrize("steps", STEPS)
 def test_steps_of_rloo_end_with_the_same_adapter(steps, make_online, exact, tmp_path):
     base, engine = exact
@@ -454,10 +449,6 @@ def test_steps_of_rloo_end_with_the_same_adapter(steps, make_online, exact, tmp_
     padded, _, _ = trained(make, tmp_path / "padded", remove_padding=False)
     assert padding == {"removed": True, "shares_prompts": True}
     assert (adapter - padded).norm() < 1e-5 * padded.norm()
-
-
-SENTENCES = Dataset.from_list([{"text": row["prompt"] + str(i)} for i, row in enumerate(MIXED)])
-PAIRS = Dataset.from_list([row | {"chosen": str(i), "rejected": f"{i}+{i}"} for i, row in enumerate(MIXED)])
 
 
 @pytest.fixture(scope="module")

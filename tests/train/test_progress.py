@@ -169,21 +169,6 @@ def test_a_tracker_gets_our_metrics_at_every_step(make_trainer, config):
         assert all(math.isfinite(logs[name]) for name in OURS)
 
 
-def test_tensorboard_shows_our_metrics(make_trainer, config, tmp_path, monkeypatch):
-    pytest.importorskip("tensorboard", reason="pip install tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
-    make_trainer(args=config(max_steps=3, report_to=["tensorboard"])).train()
-    events = EventAccumulator(str(tmp_path / "board"))
-    events.Reload()
-    for name in OURS:
-        points = events.Scalars(f"train/{name}")
-        assert [point.step for point in points] == [1, 2, 3], name
-    first, *later = [point.value for point in events.Scalars("train/qlora_rl/policy_version")]
-    assert later == [first + 1, first + 2]
-
-
 def test_in_a_notebook_lines_on_stdout_take_the_place_of_the_table_of_losses(make_trainer, config):
     class NotebookProgressCallback(TrainerCallback):
         """That of transformers cannot be imported without IPython; it is known by its name."""

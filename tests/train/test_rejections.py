@@ -9,6 +9,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
+from support import quantised_in_flight
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from qlora_rl import load_base, prepare_base
@@ -26,6 +27,248 @@ from qlora_rl.errors import (
 from qlora_rl.train.metrics.rewards import check_signature, guard
 
 Q = {"r": 4, "target_modules": ["q_proj"]}
+
+
+IN_8_BIT = BitsAndBytesConfig(load_in_8bit=True)
+IN_4_BIT = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+OTHER_4_BIT = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="fp4", bnb_4bit_compute_dtype=torch.bfloat16)
+WITH_IMAGE = Dataset.from_list([{"prompt": [{"role": "user", "content": "1+1="}], "image": "x"}] * 4)
+LISTS = Dataset.from_list([{"prompt": ["1+1=", "2+2="]}] * 4)
+
+
+def frozen(fixture):
+    fixture("peft_model")().save_pretrained(fixture("tmp_path") / "adapter")
+    model = PeftModel.from_pretrained(load_base(fixture("base")), fixture("tmp_path") / "adapter")
+    return {"model": model, "peft_config": None}
+
+
+def quantised_otherwise(fixture):
+    held = quantised_in_flight(fixture("model_dir"), fixture("tmp_path") / "nf4", "lm_head")
+    return {"model": str(held), "quantization_config": OTHER_4_BIT}
+
+
+def with_tokens(fixture, **tokens):
+    tokenizer = AutoTokenizer.from_pretrained(fixture("base").path, padding_side="left")
+    tokenizer.add_special_tokens(tokens)
+    return {"processing_class": tokenizer}
+
+
+def nameless(fixture):
+    model = AutoModelForCausalLM.from_pretrained(fixture("model_dir"), dtype=torch.bfloat16)
+    model.config._name_or_path = ""
+    return {"model": model}
+
+
+def others_optimizer(fixture):
+    model = load_base(fixture("base"))
+    return {"model": model, "optimizers": (torch.optim.SGD(model.parameters(), lr=1.0), None)}
+
+
+def without_template(fixture):
+    tokenizer = AutoTokenizer.from_pretrained(fixture("base").path, padding_side="left")
+    tokenizer.chat_template = None
+    return {"train_dataset": LISTS, "processing_class": tokenizer}
+
+
+def in_a_file(fixture):
+    (fixture("tmp_path") / "file").write_text("")
+    return {"args": fixture("config")(output_dir=str(fixture("tmp_path") / "file"))}
+
+
+def tool(x: int) -> int:
+    """Double. Args: x: a number."""
+    return 2 * x
+
+
+# The error, what it has to name, and what is asked for: arguments that replace the usual ones (`fields` those of the
+# config), or a function that makes them of fixtures.
+REJECTED = {
+    "a rank above the engine's": (
+        ConfigConflictError,
+        "max_lora_rank=100",
+        {"peft_config": LoraConfig(r=100, target_modules=["q_proj"])},
+    ),
+    "no adapter": (ConfigConflictError, "peft_config=LoraConfig", {"peft_config": None}),
+    "no adapter on a model object": (
+        ConfigConflictError,
+        "peft_config=LoraConfig",
+        lambda fixture: {"model": load_base(fixture("base")), "peft_config": None},
+    ),
+    "two adapters": (ConfigConflictError, "peft_config", lambda fixture: {"model": fixture("adapted")}),
+    "a frozen PeftModel": (AdapterRejectedError, "is_trainable=True", frozen),
+    "beta beside an adapter of another name": (
+        ConfigConflictError,
+        "'mine'",
+        lambda fixture: {
+            "model": fixture("peft_model")(adapter_name="mine"),
+            "peft_config": None,
+            "args": fixture("config")(beta=0.1),
+        },
+    ),
+    "an unknown dtype": (ConfigConflictError, "adapter_dtype='float16'", {"adapter_dtype": "float16"}),
+    "an unknown sync, before a model is looked for": (
+        ConfigConflictError,
+        "sync='merge'",
+        {"model": "/nowhere", "sync": "merge"},
+    ),
+    "an unknown word for a run that is there": (ConfigConflictError, "existing_run='maybe'", {"existing_run": "maybe"}),
+    "an unknown word for sharing": (ConfigConflictError, "share_base='maybe'", {"share_base": "maybe"}),
+    "full weights for an engine that takes none": (ConfigConflictError, "bake_base", {"sync": "weights"}),
+    "a rollout by another name": (ConfigConflictError, "'colocate'", {"rollout": "elsewhere"}),
+    "a rollout by two ways": (ConfigConflictError, "'colocate'", {"rollout": ["http://a", "colocate"]}),
+    "a rollout by none": (ConfigConflictError, "'colocate'", {"rollout": []}),
+    "a rollout that is a number": (ConfigConflictError, "'colocate'", {"rollout": 42}),
+    "8 bits": (
+        UnsupportedQuantError,
+        "quant='nf4'",
+        lambda fixture: {"model": str(fixture("model_dir")), "quantization_config": IN_8_BIT},
+    ),
+    "4 bits computed in float32": (
+        ConfigConflictError,
+        "bnb_4bit_compute_dtype=torch.bfloat16",
+        {"model": "/nowhere", "quantization_config": BitsAndBytesConfig(load_in_4bit=True)},
+    ),
+    "dtype float32": (
+        ConfigConflictError,
+        "dtype='bfloat16'",
+        {"model": "/nowhere", "fields": {"model_init_kwargs": {"dtype": "float32"}}},
+    ),
+    "a prepared base quantised again": (ConfigConflictError, "quantised", {"quantization_config": IN_4_BIT}),
+    "a loaded base quantised again": (
+        ConfigConflictError,
+        "quantised",
+        lambda fixture: {
+            "model": load_base(fixture("base")),
+            "quantization_config": IN_4_BIT,
+        },
+    ),
+    "quantised twice": (
+        ConfigConflictError,
+        "twice",
+        lambda fixture: {
+            "model": str(fixture("model_dir")),
+            "quantization_config": IN_4_BIT,
+            "args": fixture("config")(model_init_kwargs={"quantization_config": IN_4_BIT}),
+        },
+    ),
+    "quantised otherwise than its checkpoint": (ConfigConflictError, "fp4", quantised_otherwise),
+    "low_cpu_mem_usage": (
+        ConfigConflictError,
+        "low_cpu_mem_usage",
+        {"fields": {"model_init_kwargs": {"low_cpu_mem_usage": True}}},
+    ),
+    "device_map": (
+        ConfigConflictError,
+        "device_map='balanced'",
+        {"fields": {"model_init_kwargs": {"device_map": "balanced"}}},
+    ),
+    "dtype float16": (ConfigConflictError, "dtype='float16'", {"fields": {"model_init_kwargs": {"dtype": "float16"}}}),
+    "revision": (ConfigConflictError, "revision='v2'", {"fields": {"model_init_kwargs": {"revision": "v2"}}}),
+    "model_init_kwargs beside a model object": (
+        ConfigConflictError,
+        "model_init_kwargs",
+        lambda fixture: {
+            "model": load_base(fixture("base")),
+            "args": fixture("config")(model_init_kwargs={"attn_implementation": "eager"}),
+        },
+    ),
+    "a path that is nowhere": (QloraRLError, "/nowhere/at/all", {"model": "/nowhere/at/all"}),
+    "a name that is nowhere": (QloraRLError, "nobody/nothing", {"model": "nobody/nothing"}),
+    "an added token": (
+        ConfigConflictError,
+        "<think>",
+        lambda fixture: with_tokens(fixture, additional_special_tokens=["<think>"]),
+    ),
+    "an added pad token": (ConfigConflictError, "<|mine|>", lambda fixture: with_tokens(fixture, pad_token="<|mine|>")),
+    "a model object without a tokenizer": (ConfigConflictError, "processing_class", nameless),
+    "an optimizer for other parameters": (ConfigConflictError, "parameters", others_optimizer),
+    "no reward": (ValueError, "reward", {"reward_funcs": None}),
+    "a missing weight": (ValueError, "reward weights", {"fields": {"reward_weights": [1.0, 2.0]}}),
+    "a dataset with images": (NotYetSupportedError, "image", {"model": "/nowhere", "train_dataset": WITH_IMAGE}),
+    "an evaluation with images": (
+        NotYetSupportedError,
+        "image",
+        {"model": "/nowhere", "eval_dataset": {"a": WITH_IMAGE}},
+    ),
+    "a list in place of a dataset": (TypeError, "Dataset", {"train_dataset": [{"prompt": "1+1="}]}),
+    "prompts that are lists of texts": (ConfigConflictError, "row 0", {"train_dataset": LISTS}),
+    "prompts that are lists of texts, without a template": (ConfigConflictError, "row 0", without_template),
+    "tools without a template for them": (ValueError, "tool", {"tools": [tool]}),
+    "a file in the place of the directory": (RunDirectoryError, "file", in_a_file),
+    "vespo by sequences": (
+        ConfigConflictError,
+        "vespo",
+        {"fields": {"loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_mask"}},
+    ),
+    "an unknown mode": (
+        ConfigConflictError,
+        "vllm_mode='elsewhere'",
+        {"model": "/nowhere", "fields": {"vllm_mode": "elsewhere"}},
+    ),
+    "an unknown correction": (
+        ConfigConflictError,
+        "sentence_mask",
+        {"model": "/nowhere", "fields": {"vllm_importance_sampling_mode": "sentence_mask"}},
+    ),
+    "continuous batching": (
+        ConfigConflictError,
+        "use_transformers_continuous_batching",
+        {"model": "/nowhere", "fields": {"use_transformers_continuous_batching": True}},
+    ),
+    "n of each prompt": (
+        ConfigConflictError,
+        "num_generations",
+        {"model": "/nowhere", "fields": {"generation_kwargs": {"n": 2}}},
+    ),
+    "temperature twice": (
+        ConfigConflictError,
+        "temperature=0.7",
+        {"model": "/nowhere", "fields": {"generation_kwargs": {"temperature": 0.7}}},
+    ),
+    "length twice": (
+        ConfigConflictError,
+        "max_completion_length=3",
+        {"model": "/nowhere", "fields": {"generation_kwargs": {"max_tokens": 9}}},
+    ),
+    "seed twice": (
+        ConfigConflictError,
+        "GRPOConfig(seed",
+        {"model": "/nowhere", "fields": {"generation_kwargs": {"seed": 1}}},
+    ),
+    "TRL's server": (ConfigConflictError, "vllm_mode", {"fields": {"use_vllm": True, "vllm_mode": "server"}}),
+    "TRL's server, without vLLM": (
+        ConfigConflictError,
+        "vllm_mode",
+        {"fields": {"use_vllm": False, "vllm_mode": "server"}},
+    ),
+    "the URL of TRL's server": (
+        ConfigConflictError,
+        "vllm_server_base_url",
+        {"fields": {"vllm_server_base_url": "http://localhost:8000"}},
+    ),
+    "the host of TRL's server": (ConfigConflictError, "vllm_server_host", {"fields": {"vllm_server_host": "10.0.0.1"}}),
+    "the port of TRL's server": (ConfigConflictError, "vllm_server_port", {"fields": {"vllm_server_port": 8001}}),
+    "the patience with TRL's server": (
+        ConfigConflictError,
+        "vllm_server_timeout",
+        {"fields": {"vllm_server_timeout": 10.0}},
+    ),
+    "the group of TRL's server": (ConfigConflictError, "vllm_group_port", {"fields": {"vllm_group_port": 51217}}),
+    "another model_impl": (ConfigConflictError, "vllm_model_impl", {"fields": {"vllm_model_impl": "transformers"}}),
+    "sleep": (ConfigConflictError, "vllm_enable_sleep_mode", {"fields": {"vllm_enable_sleep_mode": True}}),
+    "memory": (ConfigConflictError, "vllm_gpu_memory_utilization", {"fields": {"vllm_gpu_memory_utilization": 0.7}}),
+    "a length": (ConfigConflictError, "vllm_max_model_length", {"fields": {"vllm_max_model_length": 48}}),
+    "ranks": (ConfigConflictError, "vllm_tensor_parallel_size", {"fields": {"vllm_tensor_parallel_size": 2}}),
+}
+
+
+@pytest.mark.parametrize("what", REJECTED)
+def test_what_a_trainer_cannot_do_is_rejected_with_what_was_wrong(what, make_trainer, config, request):
+    error, named, asked = REJECTED[what]
+    arguments = dict(asked if isinstance(asked, dict) else asked(request.getfixturevalue))
+    args = config(**arguments.pop("fields", {}))
+    with pytest.raises(error, match=re.escape(named)):
+        make_trainer(**{"args": args} | arguments)
 
 
 @pytest.fixture
@@ -60,11 +303,6 @@ def test_an_adapter_that_is_not_plain_lora_is_rejected_by_name(name, form, make_
     assert way_out in str(caught.value)
 
 
-def test_a_rank_above_the_engines_is_rejected_with_the_rank_to_start_it_with(make_trainer):
-    with pytest.raises(ConfigConflictError, match="max_lora_rank=100"):
-        make_trainer(peft_config=LoraConfig(r=100, target_modules=["q_proj"]))
-
-
 @pytest.mark.parametrize("rollout", ["colocate", "engine"])
 def test_an_adapter_that_finds_no_module_is_rejected_before_a_base_is_made(
     rollout, make_trainer, engine, model_dir, monkeypatch
@@ -73,7 +311,7 @@ def test_an_adapter_that_finds_no_module_is_rejected_before_a_base_is_made(
         "qlora_rl.train.setup.model_source.prepare_base", lambda *_, **__: pytest.fail("a base was made")
     )
     wish = LoraConfig(r=4, target_modules=["q_prj"])
-    with pytest.raises(ConfigConflictError, match=r"Target modules .*q_prj.* not found"):
+    with pytest.raises(ConfigConflictError, match="q_prj"):
         make_trainer(model=str(model_dir), peft_config=wish, rollout=engine if rollout == "engine" else rollout)
 
 
@@ -91,7 +329,7 @@ def test_messages_without_a_chat_template_are_rejected_before_an_engine_starts(m
     tokenizer = AutoTokenizer.from_pretrained(base.path, padding_side="left")
     tokenizer.chat_template = None
     for name in ("train_dataset", "eval_dataset"):
-        with pytest.raises(ConfigConflictError, match="the base has no chat template"):
+        with pytest.raises(ConfigConflictError, match="chat template"):
             make_trainer(**{name: chats}, processing_class=tokenizer)
     # A stream is not looked at; a rollout_func makes of messages what it likes.
     stream = Dataset.from_list([{"prompt": "1+1="}] * 4).to_iterable_dataset()
@@ -130,28 +368,6 @@ def test_a_second_training_that_resumes_needs_no_warning(make_trainer, config, c
     assert "train() again" not in caplog.text
 
 
-def test_without_any_adapter_there_is_nothing_to_train(make_trainer, base):
-    for model in (base, load_base(base)):
-        with pytest.raises(ConfigConflictError, match="peft_config=LoraConfig"):
-            make_trainer(model=model, peft_config=None)
-
-
-def test_a_peft_model_and_a_peft_config_are_two_adapters(make_trainer, adapted, lora):
-    with pytest.raises(ConfigConflictError, match="Leave peft_config out"):
-        make_trainer(model=adapted, peft_config=lora)
-
-
-def test_a_peft_model_that_was_loaded_frozen_is_rejected(make_trainer, peft_model, base, tmp_path):
-    peft_model().save_pretrained(tmp_path / "adapter")
-    with pytest.raises(AdapterRejectedError, match="is_trainable=True"):
-        make_trainer(model=PeftModel.from_pretrained(load_base(base), tmp_path / "adapter"), peft_config=None)
-
-
-def test_with_beta_a_peft_models_adapter_must_be_the_default_one(make_trainer, peft_model, config):
-    with pytest.raises(ConfigConflictError, match=r"'mine'.*'default'"):
-        make_trainer(model=peft_model(adapter_name="mine"), peft_config=None, args=config(beta=0.1))
-
-
 def test_with_beta_a_reference_that_an_earlier_trainer_left_is_named(make_trainer, peft_model, config, tmp_path):
     model = peft_model()
     make_trainer(model=model, peft_config=None, args=config(beta=0.1))
@@ -162,72 +378,7 @@ def test_with_beta_a_reference_that_an_earlier_trainer_left_is_named(make_traine
     make_trainer(model=model, peft_config=None, args=again).train()
 
 
-@pytest.mark.parametrize(
-    "value", [{"adapter_dtype": "float16"}, {"sync": "merge"}, {"existing_run": "maybe"}, {"share_base": "maybe"}]
-)
-def test_an_unknown_word_is_rejected_with_the_known_ones(value, make_trainer):
-    (name,) = value
-    with pytest.raises(ConfigConflictError, match=rf"{name}='\w+' is not one of"):
-        make_trainer(**value)
-
-
-def test_a_wrong_word_is_found_before_anything_is_loaded(make_trainer, tmp_path):
-    with pytest.raises(ConfigConflictError, match="sync='merge'"):
-        make_trainer(model=str(tmp_path / "absent"), sync="merge")
-
-
-def test_full_weights_for_an_engine_that_cannot_take_them_are_rejected_with_the_way_out(make_trainer):
-    with pytest.raises(ConfigConflictError, match="bake_base"):
-        make_trainer(sync="weights")
-
-
 # --- models ---------------------------------------------------------------------------------------------------------
-
-IN_8_BIT = BitsAndBytesConfig(load_in_8bit=True)
-IN_4_BIT = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
-
-
-def test_eight_bits_are_rejected(make_trainer, model_dir):
-    with pytest.raises(UnsupportedQuantError, match="use quant='nf4'"):
-        make_trainer(model=str(model_dir), quantization_config=IN_8_BIT)
-
-
-def test_four_bits_that_compute_in_float32_are_rejected_before_anything_is_quantised(make_trainer, config):
-    with pytest.raises(ConfigConflictError, match=r"bnb_4bit_compute_dtype=torch\.bfloat16"):
-        make_trainer(model="/nowhere", quantization_config=BitsAndBytesConfig(load_in_4bit=True))
-    with pytest.raises(ConfigConflictError, match="Set dtype='bfloat16'"):
-        make_trainer(model="/nowhere", args=config(model_init_kwargs={"dtype": "float32"}))
-
-
-def test_a_quantization_config_for_what_is_quantised_already_is_rejected(make_trainer, base, model_dir, config):
-    for model in (base, load_base(base)):
-        with pytest.raises(ConfigConflictError, match="quantised already"):
-            make_trainer(model=model, quantization_config=IN_4_BIT)
-    twice = config(model_init_kwargs={"quantization_config": IN_4_BIT})
-    with pytest.raises(ConfigConflictError, match="given twice"):
-        make_trainer(model=str(model_dir), quantization_config=IN_4_BIT, args=twice)
-
-
-def test_a_quantization_config_that_contradicts_a_quantised_checkpoint_is_rejected(make_trainer, model_dir, tmp_path):
-    AutoModelForCausalLM.from_pretrained(model_dir, quantization_config=IN_4_BIT).save_pretrained(tmp_path / "nf4")
-    AutoTokenizer.from_pretrained(model_dir).save_pretrained(tmp_path / "nf4")
-    fp4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="fp4", bnb_4bit_compute_dtype=torch.bfloat16)
-    with pytest.raises(ConfigConflictError, match=r"fp4.*is nf4-64 already"):
-        make_trainer(model=str(tmp_path / "nf4"), quantization_config=fp4)
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"low_cpu_mem_usage": True}, "low_cpu_mem_usage"),
-        ({"device_map": "balanced"}, "device_map='balanced'"),
-        ({"dtype": "float16"}, "dtype='float16'"),
-        ({"revision": "v2"}, "revision='v2'"),
-    ],
-)
-def test_model_init_kwargs_that_a_base_does_not_take_are_rejected_by_name(options, named, make_trainer, config):
-    with pytest.raises(ConfigConflictError, match=named):
-        make_trainer(args=config(model_init_kwargs=options))
 
 
 @pytest.mark.parametrize("form", ["name", "prepared base", "model object", "quantization_config"])
@@ -253,7 +404,7 @@ def test_a_4_bit_base_in_another_half_precision_than_autocast_is_rejected_before
     monkeypatch.setattr(
         "qlora_rl.train.setup.model_source.load_base", lambda *a, **k: pytest.fail("the base was loaded")
     )
-    with pytest.raises(ConfigConflictError, match=r"bf16=True multiplies in bfloat16 .* float16"):
+    with pytest.raises(ConfigConflictError, match="bf16=True"):
         make_trainer(model=model, args=args)
 
 
@@ -272,39 +423,6 @@ def test_a_4_bit_base_in_half_precision_trains_without_autocast(make_trainer, mo
     trainer = make_trainer(model=str(model_dir), rollout=held, args=args)
     trainer.train()
     assert trainer.state.global_step == 1
-
-
-def test_model_init_kwargs_beside_a_model_object_are_rejected(make_trainer, base, config):
-    with pytest.raises(ConfigConflictError, match="loaded already"):
-        make_trainer(model=load_base(base), args=config(model_init_kwargs={"attn_implementation": "eager"}))
-
-
-def test_a_model_that_is_nowhere_is_rejected(make_trainer):
-    for name in ("/nowhere/at/all", "nobody/nothing"):
-        with pytest.raises(QloraRLError, match=name):
-            make_trainer(model=name)
-
-
-@pytest.mark.parametrize("token", ["<think>", "[PAD]"])
-def test_a_tokenizer_with_tokens_that_the_base_has_no_row_for_is_rejected_by_name(make_trainer, base, token):
-    tokenizer = AutoTokenizer.from_pretrained(base.path)
-    tokenizer.add_special_tokens({"pad_token": token} if token == "[PAD]" else {"additional_special_tokens": [token]})
-    with pytest.raises(ConfigConflictError, match=f"reading processing_class: the embedding has .*{re.escape(token)}"):
-        make_trainer(processing_class=tokenizer)
-
-
-def test_a_model_object_without_any_tokenizer_is_rejected(make_trainer, model_dir):
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16)
-    model.config._name_or_path = ""
-    with pytest.raises(ConfigConflictError, match="processing_class"):
-        make_trainer(model=model)
-
-
-def test_an_optimizer_for_other_parameters_is_rejected(make_trainer, base):
-    model = load_base(base)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    with pytest.raises(ConfigConflictError, match="none of the adapter's parameters"):
-        make_trainer(model=model, optimizers=(optimizer, None))
 
 
 # --- rewards --------------------------------------------------------------------------------------------------------
@@ -391,10 +509,7 @@ UNCALLABLE = {
 def test_a_reward_that_cannot_be_called_is_rejected_before_anything_is_loaded(reward, make_trainer):
     with pytest.raises(RewardFunctionError) as caught:
         make_trainer(model="/nowhere", reward_funcs=[reward])
-    assert f"reading the reward functions: '{reward.__name__}' {UNCALLABLE[reward]}" in str(caught.value)
-    assert "It gets prompts, completions, completion_ids and the dataset's columns as keyword lists" in str(
-        caught.value
-    )
+    assert f"'{reward.__name__}' {UNCALLABLE[reward]}" in str(caught.value)
 
 
 def test_a_reward_of_which_it_is_not_certain_is_left_to_the_call():
@@ -437,9 +552,9 @@ def test_a_reward_whose_column_was_removed_is_told_of_the_switch(make_trainer, c
 
     for each in (reward, by_name):
         trainer = make_trainer(reward_funcs=each, args=config(remove_unused_columns=True), existing_run="overwrite")
-        with pytest.raises(RewardFunctionError, match="It got no column: with remove_unused_columns=True"):
+        with pytest.raises(RewardFunctionError, match="remove_unused_columns=True"):
             trainer.train()
-        with pytest.raises(RewardFunctionError, match="The columns that it got: solution"):
+        with pytest.raises(RewardFunctionError, match="solution"):
             guard(each)(completions=["a"], solution=["b"], trainer_state=None)
 
 
@@ -466,8 +581,8 @@ def said(*roles):
 @pytest.mark.parametrize(
     ("roles", "told"),
     [
-        (("system", "user"), r"row 3, whose roles are system, user: .*System role not supported.*prompt_template"),
-        (("user", "user"), r"row 3, whose roles are user, user: .*roles must alternate"),
+        (("system", "user"), "row 3.*System role not supported"),
+        (("user", "user"), "row 3.*roles must alternate"),
     ],
 )
 @pytest.mark.parametrize("kind", ["train_dataset", "eval_dataset"])
@@ -480,54 +595,13 @@ def test_messages_that_the_chat_template_does_not_take_are_rejected_before_an_en
     make_trainer(**{kind: rows.select(range(3))}, processing_class=strict)
 
 
-def test_prompts_that_are_lists_of_texts_are_rejected(make_trainer, base):
-    rows = Dataset.from_list([{"prompt": ["1+1=", "2+2="]}] * 4)
-    told = r"prompt of row 0 is a list, but not of messages: \['1\+1=', '2\+2='\]\. Pass a text"
-    tokenizer = AutoTokenizer.from_pretrained(base.path, padding_side="left")
-    for template in (tokenizer.chat_template, None):
-        tokenizer.chat_template = template
-        with pytest.raises(ConfigConflictError, match=told):
-            make_trainer(train_dataset=rows, processing_class=tokenizer)
-
-
-def test_tokens_that_somebody_has_added_are_rejected(make_trainer, base):
-    tokenizer = AutoTokenizer.from_pretrained(base.path, padding_side="left")
-    tokenizer.add_special_tokens({"pad_token": "<|mine|>"})
-    with pytest.raises(
-        ConfigConflictError, match=r"reading processing_class: the embedding has 128 rows.*'<\|mine\|>' \(128\)"
-    ):
-        make_trainer(processing_class=tokenizer)
-
-
-def test_without_any_reward_there_is_nothing_to_learn(make_trainer):
-    with pytest.raises(ValueError, match="No reward source"):
-        make_trainer(reward_funcs=None)
-
-
-def test_a_missing_weight_is_rejected(make_trainer, config):
-    with pytest.raises(ValueError, match="reward weights"):
-        make_trainer(args=config(reward_weights=[1.0, 2.0]))
-
-
 # --- prompts, runs --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("argument", ["train_dataset", "eval_dataset"])
-def test_a_dataset_with_images_is_rejected_before_anything_is_loaded(argument, make_trainer):
-    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": "1+1="}], "image": "x"}] * 4)
-    with pytest.raises(NotYetSupportedError, match="column image holds images"):
-        make_trainer(model="/nowhere", **{argument: {"a": rows} if argument == "eval_dataset" else rows})
-
-
-def test_a_list_is_no_dataset(make_trainer):
-    with pytest.raises(TypeError, match="must be a `Dataset`"):
-        make_trainer(train_dataset=[{"prompt": "1+1="}])
 
 
 def test_images_inside_messages_are_rejected_when_they_are_met(make_trainer):
     content = [{"type": "image", "image": "x"}, {"type": "text", "text": "1+1="}]
     trainer = make_trainer(train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": content}]}] * 4))
-    with pytest.raises(NotYetSupportedError, match="or text prompts"):
+    with pytest.raises(NotYetSupportedError, match="text prompts"):
         trainer.train()
 
 
@@ -537,29 +611,14 @@ def test_a_prompt_that_the_engine_cannot_hold_is_named(make_trainer, engine):
         make_trainer(train_dataset=long).train()
 
 
-def test_tools_need_a_template_that_can_call_them(make_trainer):
-    def tool(x: int) -> int:
-        """Double. Args: x: a number."""
-        return 2 * x
-
-    with pytest.raises(ValueError, match="does not support tool calling"):
-        make_trainer(tools=[tool])
-
-
 def test_an_output_directory_that_holds_another_run_is_rejected(make_trainer, config):
     first = make_trainer()
     first.train()
     lines = (first.run.path / "metrics.jsonl").read_text()
-    with pytest.raises(RunDirectoryError, match="existing_run='overwrite', 'continue' or 'resume'"):
+    with pytest.raises(RunDirectoryError, match="existing_run="):
         make_trainer()
     assert (first.run.path / "metrics.jsonl").read_text() == lines
     make_trainer(existing_run="continue").train()
     assert len((first.run.path / "metrics.jsonl").read_text().splitlines()) == 2
     make_trainer(existing_run="overwrite").train()
     assert len((first.run.path / "metrics.jsonl").read_text().splitlines()) == 1
-
-
-def test_an_output_directory_that_is_a_file_is_rejected(make_trainer, config, tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(RunDirectoryError, match="is a file"):
-        make_trainer(args=config(output_dir=str(tmp_path / "file")))

@@ -17,8 +17,8 @@ from trl.trainer.utils import add_fused_lm_head
 from qlora_rl import FakeEngine, QLoRAGRPOTrainer, prepare_base
 from qlora_rl.base.experts import mixtures_in
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
+from qlora_rl.train.metrics.routing import Routers
 from qlora_rl.train.scoring.padding import remove_padding
-from qlora_rl.train.scoring.routing import Routers
 
 LENGTHS = (7, 4, 9)
 SHAPE = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -12,7 +12,6 @@ from support import make_model
 from trl import GRPOConfig
 
 from qlora_rl import QLoRAGRPOTrainer
-from qlora_rl.config.trl_fields import make_args
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
 from qlora_rl.train.ranks import zero
 from qlora_rl.train.setup import settings
@@ -35,13 +34,14 @@ READ_BY_TRL = {
     "vllm_importance_sampling_clip_min": (0.5, "vllm_importance_sampling_clip_min"),
     "vllm_importance_sampling_cap": (2.5, "vllm_importance_sampling_clip_max"),
 }
+# test_rejections.py has a row for each.
 REJECTED = {
-    "vllm_mode": "server",
-    "vllm_server_base_url": "http://localhost:8000",
-    "vllm_server_host": "10.0.0.1",
-    "vllm_server_port": 8001,
-    "vllm_server_timeout": 10.0,
-    "vllm_group_port": 51217,
+    "vllm_mode",
+    "vllm_server_base_url",
+    "vllm_server_host",
+    "vllm_server_port",
+    "vllm_server_timeout",
+    "vllm_group_port",
 }
 SAMPLED = {"vllm_structured_outputs_regex": "[0-9]+"}
 
@@ -60,25 +60,10 @@ def test_a_field_about_the_engine_arrives_in_its_options(field, make_trainer, co
     assert colocate[0].options[option] == value
 
 
-@pytest.mark.parametrize("field", ARRIVES)
-def test_a_field_about_the_engine_is_rejected_beside_an_engine_object(field, make_trainer, config):
-    with pytest.raises(ConfigConflictError, match=rf"{field}=.* with an engine object"):
-        make_trainer(args=config(**{field: ARRIVES[field][0]}))
-
-
-def test_the_length_of_a_recommended_file_can_be_left_out_as_its_error_says(make_trainer, config):
-    with pytest.raises(
-        ConfigConflictError, match=r"--set train\.vllm_max_model_length=none; .*serve --max-model-length"
-    ):
-        make_trainer(args=config(vllm_max_model_length=48))
-    told = make_args(GRPOConfig, {"vllm_max_model_length": "none", "report_to": []})
-    make_trainer(args=config(vllm_max_model_length=told.vllm_max_model_length))
-
-
 @pytest.mark.parametrize("rollout", ["colocate", "server"])
 def test_a_length_without_room_for_a_prompt_is_rejected_in_python_and_in_a_file(rollout, make_trainer, config):
     args = config(vllm_max_model_length=128, max_completion_length=128)
-    said = "max_completion_length=128 leaves no room for a prompt: vllm_max_model_length=128"
+    said = "vllm_max_model_length=128"
     with pytest.raises(ConfigConflictError, match=said):
         make_trainer(model="/nowhere", rollout=rollout, args=args)
     assert any(said in each for each in contradictions("grpo", args, rollout))
@@ -89,7 +74,7 @@ def test_a_length_beyond_the_models_positions_is_rejected_before_anything_is_loa
 ):
     model = make_model(tmp_path / "model")
     monkeypatch.setattr("qlora_rl.train.setup.model_source.prepare_base", None)  # nothing comes so far
-    with pytest.raises(ConfigConflictError, match=r"vllm_max_model_length=100000, and the model has \d+ positions"):
+    with pytest.raises(ConfigConflictError, match="vllm_max_model_length=100000"):
         make_trainer(model=str(model), rollout="colocate", args=config(vllm_max_model_length=100_000))
     assert not colocate
 
@@ -99,13 +84,6 @@ def test_a_field_that_trl_reads_is_where_trl_reads_it(field, make_trainer, confi
     value, attribute = READ_BY_TRL[field]
     trainer = make_trainer(args=config(**{field: value}))
     assert getattr(trainer, attribute) == value
-
-
-@pytest.mark.parametrize("use_vllm", [True, False])
-@pytest.mark.parametrize("field", REJECTED)
-def test_a_field_about_a_server_is_rejected(field, use_vllm, make_trainer, config):
-    with pytest.raises(ConfigConflictError, match=field):
-        make_trainer(args=config(use_vllm=use_vllm, **{field: REJECTED[field]}))
 
 
 def test_the_regex_and_all_other_sampling_fields_reach_every_request(make_trainer, config, colocate):
@@ -158,35 +136,6 @@ def test_an_engine_that_cannot_sleep_is_reported(make_trainer, config, colocate,
 # --- what TRL checks only under use_vllm=True -----------------------------------------------------------------------
 
 
-def test_vespo_with_a_sequence_correction_is_rejected_as_under_use_vllm(make_trainer, config):
-    with pytest.raises(ConfigConflictError, match=r"vespo.*token_truncate"):
-        make_trainer(args=config(loss_type="vespo", vllm_importance_sampling_mode="sequence_mask"))
-
-
-def test_vespo_with_a_token_correction_trains(make_trainer, config):
-    make_trainer(args=config(loss_type="vespo", vllm_importance_sampling_mode="token_mask")).train()
-
-
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({"vllm_mode": "elsewhere"}, "vllm_mode='elsewhere'"),
-        ({"vllm_importance_sampling_mode": "sentence_mask"}, "sentence_mask"),
-        ({"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching"),
-        ({"generation_kwargs": {"n": 2}}, "num_generations"),
-        ({"generation_kwargs": {"temperature": 0.7}}, r"temperature=0\.7, .* temperature=1\.0: set temperature alone"),
-        (
-            {"generation_kwargs": {"max_tokens": 9}},
-            "max_tokens=9, .* max_completion_length=3: set max_completion_length alone",
-        ),
-        ({"generation_kwargs": {"seed": 1}}, r"GRPOConfig\(seed"),
-    ],
-)
-def test_a_setting_that_cannot_be_met_is_rejected_before_anything_is_loaded(fields, named, make_trainer, config):
-    with pytest.raises(ConfigConflictError, match=named):
-        make_trainer(model="/nowhere", args=config(**fields))
-
-
 @pytest.mark.parametrize("rollout", ["colocate", "http://127.0.0.1:1", "an engine of vLLM"])
 @pytest.mark.parametrize(
     ("fields", "named"),
@@ -230,21 +179,34 @@ def test_tools_on_an_engine_that_processes_share_are_rejected_before_anything_is
     shared, two_processes, base, plain, lora
 ):
     given = {"model": base, "reward_funcs": print, "train_dataset": plain, "peft_config": lora, "args": two_processes}
-    with pytest.raises(NotYetSupportedError, match="rollout_func with one engine for 2 processes"):
+    with pytest.raises(NotYetSupportedError, match="rollout_func"):
         QLoRAGRPOTrainer(**given, **shared, rollout_func=print)
 
 
-def test_a_way_to_spread_a_trainer_that_is_not_there_is_rejected_with_those_that_are(two_processes, monkeypatch):
+@pytest.mark.parametrize(
+    ("processes", "stated", "named"),
+    [
+        (2, {"zero_optimization": {"stage": 1}}, "zero1"),
+        (1, {"zero_optimization": {"stage": 3}}, "one process under DeepSpeed"),
+        (
+            2,
+            {
+                "optimizer": {"type": "AdamW"},
+                "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "zero_hpz_partition_size": 8},
+            },
+            "optimizer, offload_optimizer, zero_hpz_partition_size",
+        ),
+    ],
+)
+def test_a_way_to_spread_a_trainer_that_is_not_verified_is_rejected_by_name(
+    processes, stated, named, two_processes, config, monkeypatch
+):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    two_processes.deepspeed_plugin = SimpleNamespace(zero_stage=1, deepspeed_config={})
-    with pytest.raises(NotYetSupportedError, match=r"2 processes under zero1: .*ZeRO-2 and ZeRO-3.*zero3.yaml"):
-        check_processes(two_processes, "choosing the engine")
-
-
-def test_deepspeed_in_one_process_is_rejected(config):
-    args = config()
-    args.deepspeed_plugin = SimpleNamespace(zero_stage=3, deepspeed_config={})
-    with pytest.raises(NotYetSupportedError, match=r"one process under DeepSpeed, .* plain python"):
+    args = two_processes if processes == 2 else config()
+    args.deepspeed_plugin = SimpleNamespace(
+        zero_stage=stated["zero_optimization"]["stage"], deepspeed_config=stated if "optimizer" in stated else {}
+    )
+    with pytest.raises(NotYetSupportedError, match=named):
         check_processes(args, "choosing the engine")
 
 
@@ -258,43 +220,18 @@ def test_what_deepspeeds_config_leaves_open_is_trls(two_processes, monkeypatch):
     assert stated["zero_optimization"]["memory_efficient_linear"] is False
 
 
-def test_what_of_deepspeed_is_not_verified_is_rejected_by_name(two_processes, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    stated = {
-        "optimizer": {"type": "AdamW"},
-        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "zero_hpz_partition_size": 8},
-    }
-    two_processes.deepspeed_plugin = SimpleNamespace(zero_stage=2, deepspeed_config=stated)
-    with pytest.raises(NotYetSupportedError, match="asks for optimizer, offload_optimizer, zero_hpz_partition_size, "):
-        check_processes(two_processes, "choosing the engine")
-
-
 def test_under_deepspeed_bf16_would_cast_another_base(two_processes):
     two_processes.bf16 = True
     zero.check_dtype(two_processes, "bfloat16")
-    with pytest.raises(ConfigConflictError, match=r"casts the whole model, and the base's other weights are float32"):
+    with pytest.raises(ConfigConflictError, match="float32"):
         zero.check_dtype(two_processes, "float32")
 
 
 def test_an_engine_that_each_of_several_processes_would_own_is_rejected(two_processes, engine, monkeypatch):
     check(two_processes, engine)
     monkeypatch.setattr(type(engine), "url", "http://127.0.0.1:8000", raising=False)
-    with pytest.raises(ConfigConflictError, match="Pass the URL"):
+    with pytest.raises(ConfigConflictError):
         check(two_processes, engine)
-
-
-@pytest.mark.parametrize(
-    ("rollout", "error"),
-    [
-        ("elsewhere", ConfigConflictError),
-        (["http://a", "colocate"], ConfigConflictError),
-        ([], ConfigConflictError),
-        (42, ConfigConflictError),
-    ],
-)
-def test_another_rollout_is_rejected(rollout, error, make_trainer):
-    with pytest.raises(error, match="'colocate'"):
-        make_trainer(rollout=rollout)
 
 
 # --- the caller's config --------------------------------------------------------------------------------------------
@@ -349,7 +286,7 @@ def test_gradient_accumulation_generates_once_per_step_for_the_whole_batch(make_
 @pytest.mark.parametrize("kind", ["train_dataset", "eval_dataset"])
 def test_a_dataset_without_prompts_is_rejected_with_the_columns_it_has(make_trainer, plain, kind):
     renamed = plain.rename_column("prompt", "question")
-    with pytest.raises(ConfigConflictError, match="no column prompt, but answer, question"):
+    with pytest.raises(ConfigConflictError, match="answer, question"):
         make_trainer(**{kind: {"one": renamed} if kind == "eval_dataset" else renamed})
 
 
@@ -359,19 +296,17 @@ def test_a_dataset_without_prompts_is_rejected_with_the_columns_it_has(make_trai
 )
 def test_columns_that_reward_functions_cannot_be_given_are_rejected(name, make_trainer, plain, config):
     named = plain.rename_column("answer", name)
-    with pytest.raises(
-        ConfigConflictError, match=rf"its columns {name} have names of arguments .*rename_column\('{name}'"
-    ):
+    with pytest.raises(ConfigConflictError, match=rf"rename_column\('{name}'"):
         make_trainer(train_dataset=named)
     make_trainer(train_dataset=named, args=config(remove_unused_columns=True)).train()
 
 
 def test_a_row_without_a_prompt_is_named(make_trainer, plain):
     rows = [*plain, {"prompt": None, "answer": "1"}, *plain]
-    with pytest.raises(ConfigConflictError, match="row 8 has no prompt"):
+    with pytest.raises(ConfigConflictError, match="row 8"):
         make_trainer(train_dataset=Dataset.from_list(rows))
     chats = [row | {"prompt": row["prompt"] and [{"role": "user", "content": row["prompt"]}]} for row in rows]
-    with pytest.raises(ConfigConflictError, match="row 2 has no prompt"):
+    with pytest.raises(ConfigConflictError, match="row 2"):
         make_trainer(eval_dataset={"one": Dataset.from_list(chats).select(range(6, 12))})
 
 
@@ -418,17 +353,17 @@ def test_without_a_config_the_correction_is_ours_and_a_config_that_is_given_is_n
 def test_an_engine_of_several_ranks_is_rejected_where_there_is_none(monkeypatch):
     from types import SimpleNamespace
 
-    from qlora_rl.train.rollouts import engines
+    from qlora_rl.train.rollouts import engine_link
 
     size = {"tensor_parallel_size": 2}
-    engines.EngineChoice("ray", size)
+    engine_link.EngineChoice("ray", size)
     full = SimpleNamespace(spec=SimpleNamespace(is_4bit=True))
     with pytest.raises(NotYetSupportedError, match="tensor_parallel_size=2 takes adapters"):
-        engines.EngineChoice("colocate", size).start_dense(full)
-    monkeypatch.setattr(engines, "ranks", lambda: SimpleNamespace(size=6))
+        engine_link.EngineChoice("colocate", size).start_dense(full)
+    monkeypatch.setattr(engine_link, "ranks", lambda: SimpleNamespace(size=6))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     with pytest.raises(ConfigConflictError, match=r"and 3 processes on this machine.* a divisor of 3, or use"):
-        engines.EngineChoice("colocate", size)
-    engines.EngineChoice("colocate", {"tensor_parallel_size": 3})
-    engines.EngineChoice("server", size)
-    engines.EngineChoice("colocate", {"tensor_parallel_size": 1})
+        engine_link.EngineChoice("colocate", size)
+    engine_link.EngineChoice("colocate", {"tensor_parallel_size": 3})
+    engine_link.EngineChoice("server", size)
+    engine_link.EngineChoice("colocate", {"tensor_parallel_size": 1})

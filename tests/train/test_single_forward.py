@@ -8,7 +8,7 @@ from online_kinds import by_place
 from support import randomise
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from qlora_rl import FakeEngine, QLoRAGRPOTrainer, load_base, prepare_base
+from qlora_rl import QLoRAGRPOTrainer
 from qlora_rl.train import single_forward
 from qlora_rl.train.single_forward import SingleForward
 
@@ -25,18 +25,6 @@ def offset(generate, by=lambda row, column: 5e-4 * ((row + column) % 3 - 1)):
         return replace(rollout, logprobs=logprobs)
 
     return distorted
-
-
-@pytest.fixture(scope="module")
-def exact(model_dir):
-    """A float32 base and an engine on it, which are 1e-6 apart on every processor.
-
-    In bf16 they are 0.014 apart where torch has AVX2's vectors of eight: its attention adds up few keys in another
-    order than many.
-    """
-    base = prepare_base(model_dir, "none", compute_dtype="float32")
-    with FakeEngine(load_base(base), max_model_length=64) as engine:
-        yield base, engine
 
 
 def trained(make_trainer, args, base, engine, seed=0):

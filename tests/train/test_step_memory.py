@@ -9,11 +9,10 @@ from copiers import LateCopier
 from datasets import Dataset
 from peft import LoraConfig
 from resumed import adapter, assert_same_run, lines, make
-from support import make_model
 from transformers import TrainerCallback
 from trl import DPOConfig
 
-from qlora_rl import QLoRADPOTrainer, prepare_base
+from qlora_rl import QLoRADPOTrainer
 from qlora_rl.train.run import recorded_training
 from qlora_rl.train.setup import tiled_mlp as tiles_module
 from qlora_rl.train.setup.layer_inputs import keep_on_host
@@ -92,13 +91,3 @@ def test_layer_inputs_in_host_memory_change_no_offline_training(base, copier, tm
     plain, host = adapter(tmp_path / "plain"), adapter(tmp_path / "host")
     assert len(copier.sent) > 0
     assert all(torch.equal(plain[name], host[name]) for name in plain)
-
-
-@pytest.mark.parametrize(("architecture", "called"), [("qwen2", [1]), ("qwen3_moe", [])])
-def test_a_trainer_of_a_dense_model_has_onednn_keep_few_kernels(architecture, called, monkeypatch, tmp_path):
-    calls = []
-    monkeypatch.setattr(recorded_training, "keep_few_kernels", lambda: calls.append(1))
-    model = make_model(tmp_path / "model", architecture=architecture, tied=False)
-    lora = LoraConfig(r=4, target_modules=["q_proj"])
-    with make(prepare_base(model, out=tmp_path / "base"), tmp_path / "run", "fake", peft_config=lora):
-        assert calls == called

@@ -8,10 +8,8 @@ import re
 import tomllib
 from pathlib import Path
 
-import trl
 from trl import GRPOTrainer
 
-import qlora_rl
 from qlora_rl import QLoRAGRPOTrainer
 
 HERE = Path(__file__).parent
@@ -35,17 +33,6 @@ def test_the_tables_name_every_argument():
         page = (DOCS / "trainer.md").read_text() if parameter.kind == parameter.KEYWORD_ONLY else TABLE
         assert f"`{parameter.name}" in page, parameter.name
     assert set(ROWS["ours"]) == {p.name for p in parameters if p.kind == p.KEYWORD_ONLY}
-
-
-def test_every_stable_trainer_of_trl_has_a_counterpart_or_a_reason():
-    page = (DOCS / "other-trainers.md").read_text().split("The stable trainers of TRL")[1].split("\n\n**")[0]
-    known = {name for name in dir(trl) if name.endswith("Trainer")}
-    assert set(re.findall(r"`(\w+Trainer)`", page)) == known | {
-        each for each in qlora_rl.__all__ if f"`{each}`" in page
-    }
-    for row in re.findall(r"^\| (`.+?) \| (.*?) \| ?(.*?)\|$", page, re.MULTILINE):
-        assert row[1] or row[2], row
-        assert all(name in qlora_rl.__all__ for name in re.findall(r"`(\w+)`", row[1]))
 
 
 def test_every_row_of_the_tables_has_tests():

@@ -123,7 +123,7 @@ def test_a_teacher_that_is_another_or_nowhere_is_said(make, base, taught, tmp_pa
     with pytest.raises(AdapterRejectedError, match="no such directory"):
         talk.with_teacher()
     saved_adapter(base, directory, 2)
-    with pytest.raises(ConfigConflictError, match=r"longer is another adapter now \(digest .*Put that one back"):
+    with pytest.raises(ConfigConflictError, match="longer is another adapter"):
         Conversation(open_trained(run), **TALK).with_teacher()
 
     def with_facts(**facts):
@@ -131,11 +131,11 @@ def test_a_teacher_that_is_another_or_nowhere_is_said(make, base, taught, tmp_pa
         (run / "config.json").write_text(json.dumps(config | {"teacher": facts}))
         return Conversation(open_trained(run), **TALK)
 
-    with pytest.raises(ConfigConflictError, match="the run does not say where it is stored"):
+    with pytest.raises(ConfigConflictError, match="stored"):
         with_facts(kind="model", digest="0").with_teacher()
     with pytest.raises(BaseIncompleteError):
         with_facts(kind="model", digest="0", path=str(tmp_path / "nowhere")).with_teacher()
-    with pytest.raises(ConfigConflictError, match="its training was no distillation"):
+    with pytest.raises(ConfigConflictError, match="distillation"):
         with_facts().with_teacher()
     monkey = with_facts(kind="server", url="http://127.0.0.1:9", digest="0")  # an earlier version names no model
     with pytest.MonkeyPatch.context() as patched:

@@ -28,7 +28,6 @@ from qlora_rl.engine.client import prompt_logprobs as client
 from qlora_rl.engine.fake import FakeEngine
 from qlora_rl.errors import AccessDeniedError, EngineUnsupportedError
 from qlora_rl.sync.forward import evaluating
-from qlora_rl.train.run.identity import reject_other
 from qlora_rl.train.scoring import divergence
 from qlora_rl.train.setup.linears import apply_linears
 from qlora_rl.train.teacher import ServerTeacher
@@ -268,37 +267,20 @@ def test_a_run_with_a_server_goes_on_bit_for_bit_and_not_with_another_teacher(ma
     # Dies in step 5, after 4 have been answered: one request to compare, one of each step.
     teacher.spoil = after(5, lambda answer: 500)
     trainer = make(fields, rollout=own(), **who)
-    with pytest.raises(EngineBrokenError, match=r"rows 0 to 3 of 4.*status=500.*existing_run='resume'"):
+    with pytest.raises(EngineBrokenError, match=r"rows 0 to 3 of 4.*status=500"):
         trainer.train()
     trainer.close()
     teacher.spoil = lambda answer: answer
     before, teacher.model = teacher.model, load_base(base)
-    with pytest.raises(ConfigConflictError, match=r"teacher was .*kind server.* and is .*kind server"):
+    with pytest.raises(ConfigConflictError, match=r"teacher was .*kind server.*kind server"):
         make(fields, rollout=own(), existing_run="resume", **who)
     teacher.model = before
-    with pytest.raises(ConfigConflictError, match=r"top_k 8.* and is .*top_k 4"):
+    with pytest.raises(ConfigConflictError, match=r"top_k 8.*top_k 4"):
         make(fields, rollout=own(), existing_run="resume", **who | {"teacher_top_k": 4})
     first = iter([nudged])  # another machine rounds in another way
     teacher.spoil = lambda answer: next(first, lambda answer: answer)(answer)
     make(fields, rollout=own(), existing_run="resume", **who).train()
     assert_same_run(tmp_path / "run", tmp_path / "straight")
-
-
-def test_a_teacher_of_an_earlier_version_is_the_same_and_another_is_not():
-    now = {"processes": 1, "teacher": "kind server, model policy, top_k 20, digest ab"}
-
-    def reject(teacher):
-        reject_other("checkpoint", now | {"teacher": teacher}, now)
-
-    reject("kind server, top_k 20, digest ab")  # named no model of a server of ours
-    reject("kind server, top_k 20, model policy, digest ab")
-    for other in (
-        "kind server, top_k 20, digest cd",
-        "kind server, top_k 20, model big, digest ab",
-        "kind server, top_k 20, digest ab, prompt hinted",
-    ):
-        with pytest.raises(ConfigConflictError, match=r"teacher was .*kind server.* and is .*kind server"):
-            reject(other)
 
 
 def nudged(answer):
@@ -362,7 +344,7 @@ def test_a_connection_that_breaks_is_asked_again_and_one_that_stays_away_is_an_e
     assert len(teacher.asked) == 7  # two of them again, and after each whether it is the same teacher
     teacher.spoil = after(2, lambda answer: 503)
     trainer = make({"max_steps": 2}, teacher_url=teacher.url, teacher_top_k=4, existing_run="overwrite")
-    with pytest.raises(EngineBrokenError, match=r"rows 0 to 3 of 4: .*status=503.*stayed away"):
+    with pytest.raises(EngineBrokenError, match=r"rows 0 to 3 of 4: .*status=503"):
         trainer.train()
 
 
@@ -375,7 +357,7 @@ def test_a_teacher_with_other_tokens_is_found(make, teacher, base, tmp_path):  #
     vocabulary[one], vocabulary[two] = vocabulary[two], vocabulary[one]
     file.write_text(json.dumps(told))
     teacher.tokenizer = AutoTokenizer.from_pretrained(tmp_path / "swapped")
-    with pytest.raises(ConfigConflictError, match=r"'big' at .* has another tokenizer than the student's"):
+    with pytest.raises(ConfigConflictError, match="tokenizer"):
         make(teacher_url=teacher.url)
     assert len(teacher.asked) == 1
 
@@ -392,7 +374,7 @@ def test_a_teacher_with_other_special_tokens_is_found(teacher, base, tmp_path):
     teacher.tokenizer = AutoTokenizer.from_pretrained(tmp_path / "swapped")
     for room in (64, 1024):
         teacher.models = [{"id": "big", "max_model_len": room}]
-        with pytest.raises(ConfigConflictError, match="has another tokenizer than the student's"):
+        with pytest.raises(ConfigConflictError, match="tokenizer"):
             ServerTeacher(PromptLogprobs(teacher.url), 4, own, len(own))
 
 
@@ -432,7 +414,7 @@ def test_a_teacher_that_is_exchanged_during_a_run_is_found(first, then, hangs_up
     if is_other:
         teacher.model = load_base(base)
     if is_other or then[-1] == OTHER:
-        with pytest.raises(ConfigConflictError, match="serves another model than at the start"):
+        with pytest.raises(ConfigConflictError, match="another model"):
             ask()
     else:
         assert torch.equal(ask()[0], expected[0])
@@ -509,7 +491,7 @@ def test_whatever_a_server_says_is_an_error_of_ours(fault, teacher):
 @pytest.mark.parametrize("models", [None, 3, [None], ["big"], [{}], [{"id": "a", "max_model_len": [64]}]])
 def test_a_list_of_models_that_is_none_is_an_error_of_ours(models, teacher):
     teacher.models = models
-    with pytest.raises(EngineUnsupportedError, match="lists no models"):
+    with pytest.raises(EngineUnsupportedError):
         PromptLogprobs(teacher.url)
 
 
@@ -553,57 +535,65 @@ def test_a_sampled_token_that_the_teacher_rules_out_belongs_to_the_rest(beta):
 def test_a_token_that_is_none_of_the_students_is_found(token, teacher, base):
     _, ask = of_server(teacher, base)
     teacher.spoil = change_all(lambda place: {str(token): place.pop(list(place)[-1]), **place})
-    with pytest.raises(ConfigConflictError, match=f"names token {token}, and the student has"):
+    with pytest.raises(ConfigConflictError, match=f"token {token}"):
         ask()
-
-
-def test_a_token_that_the_student_has_not_is_found(make, teacher):  # noqa: F811
-    def rename(answer, places):
-        places[-1]["5000"] = places[-1].pop(list(places[-1])[-1])
-
-    teacher.spoil = after(1, spoilt(rename))
-    trainer = make({"max_steps": 1}, teacher_url=teacher.url, teacher_top_k=4)
-    with pytest.raises(ConfigConflictError, match="names token 5000, and the student has"):
-        trainer.train()
 
 
 def test_a_sequence_without_room_is_named(make, teacher):  # noqa: F811
     teacher.models[0]["max_model_len"] = 40
     far = Dataset.from_list([{"prompt": "1+" * 18 + "1="} for _ in range(8)])
-    with pytest.raises(PromptTooLongError, match=r"row 0: prompt has 38 tokens.* the teacher reads 39 tokens at most"):
+    with pytest.raises(PromptTooLongError, match=r"row 0: prompt has 38 tokens.* 39 tokens"):
         make(teacher_url=teacher.url, train_dataset=far)
     stream = far.to_iterable_dataset()  # which nobody can read before
     trainer = make(
         {"max_steps": 1}, teacher_url=teacher.url, teacher_top_k=4, train_dataset=stream, existing_run="overwrite"
     )
-    with pytest.raises(PromptTooLongError, match=r"(?s)room for 40 tokens.*row 0 has 4\d tokens"):
+    with pytest.raises(PromptTooLongError, match=r"row 0 has 4\d tokens"):
         trainer.train()
 
 
-def test_what_is_no_teacher_is_rejected_before_the_start(make, teacher, soon, tmp_path):  # noqa: F811
-    with pytest.raises(ConfigConflictError, match="name one teacher"):
-        make(teacher_url=teacher.url, teacher_adapter="none")
-    for of_a_server in ({"teacher_top_k": 5}, {"teacher_key_file": tmp_path / "key"}):
-        with pytest.raises(ConfigConflictError, match="without teacher_url"):
-            make(teacher_adapter="none", teacher_prompt="hinted", **of_a_server)
-    with pytest.raises(ConfigConflictError, match=r"(?s)temperature=0.7.*teacher_top_k=0"):
-        make({"temperature": 0.7}, teacher_url=teacher.url, teacher_top_k=0)
-    with pytest.raises(ConfigConflictError, match="teacher_model='other' is not there; there are big"):
-        make(teacher_url=teacher.url, teacher_model="other")
-    with pytest.raises(EngineBrokenError, match="stayed away"):
-        make(teacher_url="http://127.0.0.1:9")
-    teacher.spoil = lambda answer: {"choices": [{"index": 0}]}
-    with pytest.raises(EngineUnsupportedError, match="gives no prompt_logprobs"):
-        make(teacher_url=teacher.url)
-    teacher.spoil = lambda answer: 400
-    with pytest.raises(ConfigConflictError, match=r"status=400 \(no\).*--max-logprobs"):
-        make(teacher_url=teacher.url)
-    teacher.spoil = lambda answer: 401
-    with pytest.raises(AccessDeniedError, match="teacher_key_file"):
-        make(teacher_url=teacher.url)
+@pytest.mark.parametrize(
+    ("fields", "arguments", "answer", "error", "named"),
+    [
+        ({}, {"teacher_adapter": "none"}, None, ConfigConflictError, "one teacher"),
+        (
+            {"temperature": 0.7},
+            {"teacher_top_k": 0},
+            None,
+            ConfigConflictError,
+            "teacher_top_k=0",
+        ),
+        ({}, {"teacher_model": "other"}, None, ConfigConflictError, "teacher_model='other'"),
+        ({}, {"teacher_url": "http://127.0.0.1:9"}, None, EngineBrokenError, "stayed away"),
+        ({}, {}, {"choices": [{"index": 0}]}, EngineUnsupportedError, "prompt_logprobs"),
+        ({}, {}, 400, ConfigConflictError, "--max-logprobs"),
+        ({}, {}, 401, AccessDeniedError, "teacher_key_file"),
+        (
+            {},
+            {"teacher_url": None, "teacher_adapter": "none", "teacher_top_k": 5},
+            None,
+            ConfigConflictError,
+            "teacher_url",
+        ),
+        (
+            {},
+            {"teacher_url": None, "teacher_adapter": "none", "teacher_key_file": "key"},
+            None,
+            ConfigConflictError,
+            "teacher_url",
+        ),
+    ],
+)
+def test_what_is_no_teacher_is_rejected_before_the_start(make, teacher, soon, fields, arguments, answer, error, named):  # noqa: F811
+    if answer:
+        teacher.spoil = lambda _: answer
+    with pytest.raises(error, match=named):
+        make(fields, **{"teacher_url": teacher.url, "teacher_prompt": "hinted"} | arguments)
+
+
+def test_the_key_of_a_file_is_sent(make, teacher, tmp_path):  # noqa: F811
     (tmp_path / "key").write_text(KEY)
-    teacher.spoil = lambda answer: answer
-    make(teacher_url=teacher.url, teacher_key_file=tmp_path / "key", existing_run="overwrite")
+    make(teacher_url=teacher.url, teacher_key_file=tmp_path / "key")
     assert teacher.asked[-1][1] == f"Bearer {KEY}"
 
 

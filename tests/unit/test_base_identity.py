@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support import make_model, quantised_in_flight
 from trained import make_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -24,7 +25,7 @@ from qlora_rl import (
     verify_base,
 )
 from qlora_rl.adapter.store import ORIGIN, write_origin
-from qlora_rl.base import checkpoint
+from qlora_rl.base import checkpoint, writer
 from qlora_rl.base.checkpoint import MANIFEST, open_base
 from qlora_rl.base.quant import QuantSpec, exact_absmax, quantize_linear
 from qlora_rl.cpu_features import processor
@@ -44,8 +45,6 @@ def threads():
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
     """A checkpoint with matrices so large that torch shares their sums among threads."""
-    from safetensors.torch import load_file, save_file
-
     directory = make_model(tmp_path_factory.mktemp("wide") / "model", head_dim=384, kv_heads=4)
     file = directory / "model.safetensors"
     generator = torch.Generator().manual_seed(5)
@@ -164,8 +163,6 @@ def test_the_identity_is_of_the_result(base, apart, tmp_path):
 
 
 def test_bases_made_of_one_source_and_different_all_the_same_are_told_apart(model_dir, base, tmp_path, monkeypatch):
-    from qlora_rl.base import writer
-
     def by_another_version(weight, spec):
         parts = quantize_linear(weight, spec)
         parts["weight.absmax"][0] ^= 1
@@ -236,18 +233,9 @@ def test_what_lies_beside_the_weights_is_of_the_identity(model_dir, base, tmp_pa
     assert prepare_base(copy, out=tmp_path / "base").identity != base.identity
 
 
-def test_a_baked_base_names_what_its_parent_is(base, apart, tmp_path):
-    from qlora_rl import bake_base
-
-    assert bake_base(base, out=tmp_path / "a").parent == base.identity
-    assert bake_base(apart, out=tmp_path / "b").parent == apart.identity
-
-
 def test_sides_whose_scales_differ_are_told_what_helps(base, apart):
     """Preparing again would not: each side would make of its source what it has made already."""
-    with pytest.raises(
-        BaseMismatchError, match=r"scales differ.*Copy the directory of one side to the other"
-    ) as caught:
+    with pytest.raises(BaseMismatchError, match="scales differ") as caught:
         verify_base(load_base(base), FakeEngine(load_base(apart)))
     assert len(caught.value.reasons) == 1
 
@@ -299,14 +287,12 @@ def test_a_directory_of_an_earlier_version_is_rejected_with_the_reason(base, tmp
     manifest = json.loads((old / MANIFEST).read_text())
     manifest["format"], manifest["digest"] = 2, manifest.pop("identity")
     (old / MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(BaseIncompleteError, match=r"format=2.*earlier version.*prepare it again"):
+    with pytest.raises(BaseIncompleteError, match=r"format=2.*earlier version"):
         open_base(old)
 
 
 def test_a_checkpoint_without_some_of_its_weights_is_no_source(model_dir, tmp_path):
     """transformers fills what is missing with random numbers, others each time."""
-    from safetensors.torch import load_file, save_file
-
     copy = tmp_path / "model"
     shutil.copytree(model_dir, copy)
     tensors = load_file(copy / "model.safetensors")

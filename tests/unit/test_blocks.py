@@ -117,22 +117,3 @@ def test_the_blocks_are_found():
     assert len(SHELL) > 10
     assert len(PYTHON) > 20
     assert len(blocks("toml")) >= 2
-
-
-@pytest.mark.parametrize(
-    ("text", "error"),
-    [
-        ("qlora-rl plan MODEL --gpu-memroy 24\n", AssertionError),
-        ("make nothing\n", AssertionError),
-        ("python benchmarks/demo.py --stepz 3\n", AssertionError),
-        ("qlora-rl demo [--stepz N]\n", AssertionError),
-    ],
-)
-def test_a_wrong_command_would_be_seen(text, error, monkeypatch):
-    with pytest.raises(error):
-        test_every_command_is_understood_by_its_own_parser(text, monkeypatch)
-
-
-def test_a_wrong_keyword_would_be_seen():
-    with pytest.raises(AssertionError, match="synk"):
-        test_every_keyword_that_is_shown_is_one("from qlora_rl import attach\nattach(trainer, synk='auto')\n")

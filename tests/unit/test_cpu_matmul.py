@@ -95,25 +95,27 @@ def test_an_adapter_that_is_not_finite_spoils_no_other_token(layer):
     assert y[2].isfinite().all()
 
 
-def test_buffers_that_were_replaced_are_not_taken_for_those_before(layer):
-    products, a, b = layer
-    x = torch.randn(2, IN).to(a[0].dtype)
-    products.note(torch.tensor([0, 0]))
-    products(x.new_zeros(2, sum(SIZES)), x, a, b, 1.0, SIZES)
-    for other_a, other_b in ((tuple(part * 2 for part in a), b), (a, tuple(part * 2 for part in b))):
-        y = x.new_zeros(2, sum(SIZES))
-        products(y, x, other_a, other_b, 1.0, SIZES)
-        assert near(y, expected(torch.zeros_like(y), x, other_a, other_b, [0, 0]), x.dtype)
+def doubled(parts):
+    return tuple(part * 2 for part in parts)
 
 
-def test_storage_that_was_replaced_under_a_buffer_is_not_read_any_more(layer):
-    products, a, b = layer
-    x = torch.randn(2, IN).to(a[0].dtype)
-    products.note(torch.tensor([0, 0]))
-    products(x.new_zeros(2, sum(SIZES)), x, a, b, 1.0, SIZES)
+def under_a_buffer(a, b):
+    """Other storage, and in the one before nothing that might be read any more."""
     kept = b[1].data
     b[1].data = b[1] * 2
     kept.zero_()
+    return a, b
+
+
+@pytest.mark.parametrize(
+    "replaced", [lambda a, b: (doubled(a), b), lambda a, b: (a, doubled(b)), under_a_buffer], ids=["A", "B", "storage"]
+)
+def test_buffers_that_were_replaced_are_not_taken_for_those_before(layer, replaced):
+    products, a, b = layer
+    x = torch.randn(2, IN).to(a[0].dtype)
+    products.note(torch.tensor([0, 0]))
+    products(x.new_zeros(2, sum(SIZES)), x, a, b, 1.0, SIZES)
+    a, b = replaced(a, b)
     y = x.new_zeros(2, sum(SIZES))
     products(y, x, a, b, 1.0, SIZES)
     assert near(y, expected(torch.zeros_like(y), x, a, b, [0, 0]), x.dtype)

@@ -11,7 +11,7 @@ import torch
 from runfile import reasons, with_field, written
 
 from qlora_rl import judge_adapter, load_base, prepare_base
-from qlora_rl.adapter.factory import open_adapter
+from qlora_rl.adapter.load import open_adapter
 from qlora_rl.adapter.store import write_adapter
 from qlora_rl.base.checkpoint import open_base
 from qlora_rl.config.schema import Data

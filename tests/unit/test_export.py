@@ -6,12 +6,14 @@ import shlex
 import shutil
 import sys
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from peft import LoraConfig
 from support import make_model
 from trained import TEXT, make_bpe_model, make_run
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qlora_rl import (
     AdapterRejectedError,
@@ -30,7 +32,10 @@ from qlora_rl import (
 from qlora_rl.base.quant import require_bitsandbytes
 from qlora_rl.cli import main
 from qlora_rl.engine.linears.cpu_kernel import codes_kernel
+from qlora_rl.export import check, job
+from qlora_rl.export.gguf import _ollama_template, _other_decoders, write_modelfile
 from qlora_rl.export.job import LIMIT, LIMIT_FLOAT32, LIMITS, Distance, _model_name, export_run
+from qlora_rl.export.vocabulary import check_vocabulary
 from qlora_rl.sync.forward import in_float32
 from qlora_rl.train.setup.linears import has_kernel
 
@@ -45,9 +50,13 @@ def run(base, tmp_path_factory):
 
 
 @pytest.fixture
-def reload():
-    from transformers import AutoModelForCausalLM
+def copy(run, tmp_path):
+    """One of the run, to be changed."""
+    return shutil.copytree(run, tmp_path / "run")
 
+
+@pytest.fixture
+def reload():
     return lambda path: AutoModelForCausalLM.from_pretrained(path, dtype="auto")
 
 
@@ -66,8 +75,6 @@ def test_the_merged_model_is_the_policy(run, tmp_path, reload, dtype, limit):
 
 def test_a_wrong_weight_shows_in_the_distance(run, tmp_path, monkeypatch):
     """The proof can fail: one matrix whose adapter was forgotten is enough."""
-    from qlora_rl.export import job
-
     name = "model.layers.1.mlp.down_proj.weight"
     bare = dict(iter_weights(load_base(open_trained(run).base)))[name]
 
@@ -82,8 +89,6 @@ def test_a_wrong_weight_shows_in_the_distance(run, tmp_path, monkeypatch):
 
 def test_what_16_bits_cost_the_policy_moves_the_limit(run, tmp_path, monkeypatch, capsys):
     """A policy that is far from its own float32 pass: so is each 16-bit computation of it."""
-    from qlora_rl.export import check
-
     real = check.Witness
 
     class Rounded(real):
@@ -95,7 +100,7 @@ def test_what_16_bits_cost_the_policy_moves_the_limit(run, tmp_path, monkeypatch
     monkeypatch.setattr("qlora_rl.export.job.Witness", Rounded)
     monkeypatch.setattr("qlora_rl.export.job.LIMIT", 0.0)
     rounding = 0.0
-    with pytest.raises(ExportError, match=r"above the limit of 0 \(16-bit rounding of this policy: 0\).*--max-kl"):
+    with pytest.raises(ExportError, match="--max-kl"):
         export(run, "merged", out=tmp_path / "a")
     rounding = 1e-3
     capsys.readouterr()
@@ -105,9 +110,10 @@ def test_what_16_bits_cost_the_policy_moves_the_limit(run, tmp_path, monkeypatch
     assert second == "  as close as 16-bit rounding allows; a mean KL up to 4.0e-03 per token was accepted"
 
 
-def test_shards_tokenizer_and_template_are_all_there(run, tmp_path, reload, base):
+def test_shards_tokenizer_and_template_are_all_there(run, tmp_path, reload, base, monkeypatch):
     whole = export(run, "merged", out=tmp_path / "whole")
-    cut = export(run, "merged", out=tmp_path / "cut", shard_gb=3e-4)
+    monkeypatch.setattr("qlora_rl.export.job.SHARD_BYTES", 300_000)
+    cut = export(run, "merged", out=tmp_path / "cut")
     index = json.loads((cut.path / "model.safetensors.index.json").read_text())
     files = sorted(cut.path.glob("model-*.safetensors"))
     assert len(files) > 2
@@ -200,84 +206,71 @@ def test_sequences_of_several_lengths_are_scored_together_as_each_alone(run):
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=0)  # float32's own rounding
 
 
-@pytest.mark.parametrize("form", ["canonical", "original"])
-def test_the_adapter_alone_is_the_policy_on_its_base(base, tmp_path, form):
+def test_the_adapter_alone_is_the_policy_on_its_base(base, tmp_path):
     config = LoraConfig(
         r=8, lora_alpha=12, target_modules="all-linear", rank_pattern={"q_proj": 4}, alpha_pattern={"down_proj": 3}
     )
     run = make_run(base, tmp_path / "run", config)
-    done = export(run, "adapter", out=tmp_path / "adapter", form=form)
+    done = export(run, "adapter", out=tmp_path / "adapter")
     # A scale that is no power of two moves where autocast rounds to bf16.
-    assert done.distance.kl_mean < LIMIT if form == "canonical" else done.distance.kl_max == 0
+    assert done.distance.kl_mean < LIMIT
     written = json.loads((done.path / "adapter_config.json").read_text())
-    assert bool(written.get("rank_pattern")) == (form == "original")
-    assert (written["lora_alpha"] == written["r"]) == (form == "canonical")
+    assert not written.get("rank_pattern")  # vLLM drops patterns
+    assert written["lora_alpha"] == written["r"]
     assert json.loads((done.path / "qlora_adapter.json").read_text()) == {"base_identity": base.identity}
     assert (done.path / "tokenizer.json").is_file()
-    assert ("vllm" in done.load) == (form == "canonical")  # vLLM drops patterns
+    assert "vllm" in done.load
 
 
 def test_dora_is_merged_and_travels_in_its_own_form_only(base, tmp_path):
     run = make_run(base, tmp_path / "run", LoraConfig(r=8, use_dora=True, target_modules="all-linear"))
     assert export(run, "merged", out=tmp_path / "merged").distance.kl_mean < LIMIT
-    assert export(run, "adapter", out=tmp_path / "adapter", form="original").distance.kl_mean < LIMIT
-    with pytest.raises(AdapterRejectedError, match="DoRA"):
-        export(run, "adapter", out=tmp_path / "canonical")
-    assert not (tmp_path / "canonical").exists()
+    said = []
+    done = export(run, "adapter", out=tmp_path / "adapter", say=said.append)
+    assert done.distance.kl_mean < LIMIT
+    assert "vllm" not in done.load
+    assert any("as PEFT has saved it" in line and "DoRA" in line for line in said)
+    assert "As PEFT has saved it" in (done.path / "README.md").read_text()
 
 
-def test_a_base_that_is_not_4bit_is_exported_too(model_dir, tmp_path):
-    run = make_run(prepare_base(model_dir, "none"), tmp_path / "run")
-    assert export(run, "merged", out=tmp_path / "a").distance.kl_mean < LIMIT
-    assert export(run, "merged", out=tmp_path / "b", dtype="float32").distance.kl_mean < LIMIT_FLOAT32
-
-
-def test_a_checkpoint_is_exported_as_a_run_is(run, tmp_path):
-    copy = tmp_path / "run"
-    shutil.copytree(run, copy)
+def test_a_checkpoint_is_exported_as_a_run_is(run, copy, tmp_path):
     (copy / "adapter").rename(copy / "checkpoint-2")
-    with pytest.raises(RunDirectoryError, match="pass a checkpoint"):
+    with pytest.raises(RunDirectoryError):
         export(copy)
     done = export(copy / "checkpoint-2", out=tmp_path / "merged")
     assert done.distance == export(run, out=tmp_path / "other").distance
 
 
 def test_another_base_is_rejected_and_a_moved_one_is_named(run, base, other_model_dir, tmp_path):
-    with pytest.raises(BaseMismatchError, match="it was trained on the base with identity"):
+    with pytest.raises(BaseMismatchError):
         export(run, out=tmp_path / "a", base=prepare_base(other_model_dir))
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
     config = json.loads((copy / "config.json").read_text())
     config["base"]["path"] = str(tmp_path / "gone")
     (copy / "config.json").write_text(json.dumps(config))
-    with pytest.raises(BaseIncompleteError, match="Say where it is"):
+    with pytest.raises(BaseIncompleteError):
         export(copy, out=tmp_path / "a")
     assert export(copy, out=tmp_path / "a", base=base).distance.kl_mean < LIMIT
 
 
-def test_an_adapter_of_another_base_is_rejected(run, tmp_path):
-    copy = tmp_path / "run"
-    shutil.copytree(run, copy)
+def test_an_adapter_of_another_base_is_rejected(run, copy, tmp_path):
     (copy / "adapter" / "qlora_adapter.json").write_text(json.dumps({"base_identity": "0" * 64}))
     with pytest.raises(AdapterRejectedError, match="identity 0000"):
         export(copy, out=tmp_path / "a")
 
 
 def test_what_is_there_is_never_touched(run, tmp_path):
-    target = tmp_path / "out"
-    target.mkdir()
-    with pytest.raises(ConfigConflictError, match="already exists"):
-        export(run, out=target)
-    target.rmdir()
-    target.symlink_to(tmp_path / "nowhere")
-    with pytest.raises(ConfigConflictError, match="already exists"):
-        export(run, out=target)
+    directory, link = tmp_path / "out", tmp_path / "link"
+    directory.mkdir()
+    link.symlink_to(tmp_path / "nowhere")
+    for target in (directory, link):
+        with pytest.raises(ConfigConflictError, match=target.name):
+            export(run, out=target)
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, OSError])
 def test_an_export_that_does_not_finish_leaves_nothing(run, tmp_path, monkeypatch, kind):
-    from qlora_rl.export import job
-
     def fail(*_):
         raise kind("full")
 
@@ -304,9 +297,7 @@ def test_the_card_says_what_it_is_and_names_no_path_of_this_machine(run, base, t
     assert numbers["distance"] == done.distance.as_dict()
 
 
-def test_prompts_come_from_the_samples_of_the_run_or_a_file(run, tmp_path):
-    copy = tmp_path / "run"
-    shutil.copytree(run, copy)
+def test_prompts_come_from_the_rollouts_of_the_run_or_a_file(run, copy, tmp_path):
     rollouts = {
         when: {"step": step, "prompt": f"{step}+1=", "rollouts": []} for when, step in (("first", 1), ("last", 3))
     }
@@ -314,28 +305,19 @@ def test_prompts_come_from_the_samples_of_the_run_or_a_file(run, tmp_path):
     done = export(copy, out=tmp_path / "r", prompts=3)
     assert done.prompts == "rollouts of the run"
     assert 3 < done.distance.tokens <= 72  # 3 completions of 24 tokens at most
-    (copy / "samples.json").write_text(json.dumps([{"prompt": f"{i}+1="} for i in range(40)]))
-    assert export(copy, out=tmp_path / "a").prompts == "held-out samples of the run"
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"prompt": [{"role": "user", "content": "1+1="}]}) + "\n")
     done = export(copy, out=tmp_path / "b", data=data)
     assert (done.prompts, done.distance.tokens <= 24) == ("data.jsonl", True)
-    data.write_text('{"prompt": ""}\n')
-    with pytest.raises(ConfigConflictError, match="are all empty"):
-        export(copy, out=tmp_path / "c", data=data)
     data.write_text(json.dumps({"prompt": "1+1=" * 200}) + "\n")  # longer than the model has positions
     assert export(copy, out=tmp_path / "d", data=data).distance.tokens > 0
-    data.write_text('{"question": "1"}\n')
-    with pytest.raises(ConfigConflictError, match='no column "prompt"; there are question'):
-        export(copy, out=tmp_path / "c", data=data)
-    data.write_text("")
-    with pytest.raises(ConfigConflictError, match="it is empty"):
-        export(copy, out=tmp_path / "c", data=data)
+    for rows, named in (('{"prompt": ""}\n', "empty"), ('{"question": "1"}\n', "question"), ("", "empty")):
+        data.write_text(rows)
+        with pytest.raises(ConfigConflictError, match=named):
+            export(copy, out=tmp_path / "c", data=data)
 
 
-def test_prompts_of_a_file_are_made_as_the_run_made_its_own_and_a_path_with_spaces_is_quoted(run, tmp_path):
-    copy = tmp_path / "run"
-    shutil.copytree(run, copy)
+def test_prompts_of_a_file_are_made_as_the_run_made_its_own_and_a_path_with_spaces_is_quoted(run, copy, tmp_path):
     (copy / "run.toml").write_text('[data]\ntrain = "rows.jsonl"\nprompt_template = "{question}="\n')
     data = tmp_path / "data.jsonl"
     data.write_text('{"question": "1+1"}\n')
@@ -345,9 +327,7 @@ def test_prompts_of_a_file_are_made_as_the_run_made_its_own_and_a_path_with_spac
     assert ast.literal_eval(done.load["transformers"].rpartition(", ")[2][:-1]) == str(tmp_path / "an export")
 
 
-def test_the_card_of_a_run_without_rewards_shows_its_loss_and_of_a_checkpoint_its_step(run, tmp_path):
-    copy = tmp_path / "run"
-    shutil.copytree(run, copy)
+def test_the_card_of_a_run_without_rewards_shows_its_loss_and_of_a_checkpoint_its_step(run, copy, tmp_path):
     lines = [{"step": step, "step_seconds": 1.0, "loss": 1 / step, "mean_token_accuracy": 0.5} for step in (1, 2, 3)]
     (copy / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     shutil.copytree(copy / "adapter", copy / "checkpoint-2")
@@ -366,13 +346,11 @@ def test_the_card_of_a_run_without_rewards_shows_its_loss_and_of_a_checkpoint_it
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"to": "onnx"}, "is not one of adapter, merged"),
-        ({"to": "merged", "form": "original"}, "is for adapters only"),
-        ({"to": "adapter", "dtype": "float32"}, "Leave dtype out"),
-        ({"to": "merged", "original": "x"}, "is for --to merged-original"),
-        ({"to": "merged-original", "original": "/nowhere"}, "no directory /nowhere"),
-        ({"to": "merged", "prompts": 0}, "must be above 0"),
-        ({"to": "merged", "shard_gb": 0.0}, "must be above 0"),
+        ({"to": "onnx"}, "onnx"),
+        ({"to": "adapter", "dtype": "float32"}, "dtype"),
+        ({"to": "merged", "original": "x"}, "merged-original"),
+        ({"to": "merged-original", "original": "/nowhere"}, "/nowhere"),
+        ({"to": "merged", "prompts": 0}, "prompts"),
     ],
 )
 def test_arguments_that_contradict_are_rejected(run, tmp_path, fields, says):
@@ -450,7 +428,6 @@ def test_ollama_gets_a_name_that_it_takes(run, model):
 
 def _check_vocabulary(file, base, splits):
     from gguf import GGUFReader
-    from transformers import AutoTokenizer
 
     fields = GGUFReader(file).fields
     tokenizer = AutoTokenizer.from_pretrained(base)
@@ -474,7 +451,7 @@ def written(tmp_path_factory):
 
     from qlora_rl.export.gguf import write_gguf
 
-    def write(architecture, change=lambda model: None):
+    def write(architecture, change=_unchanged):
         directory = tmp_path_factory.mktemp("gguf")
         model = make_bpe_model(directory / "model", architecture)
         change(model)
@@ -486,12 +463,23 @@ def written(tmp_path_factory):
     return write
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "llama"])
-def test_a_tokenizer_made_of_the_files_own_fields_gives_every_text_the_same_ids(written, architecture):
-    from qlora_rl.export.vocabulary import check_vocabulary
+def test_a_tokenizer_made_of_the_files_own_fields_gives_every_text_the_same_ids(written):
+    import gguf
 
-    file, tokenizer = written(architecture)
-    assert check_vocabulary(file, tokenizer, ASKED) > 200
+    for architecture, change, splits in (
+        ("qwen2", _unchanged, "qwen2"),
+        ("llama", _unchanged, "llama-bpe"),
+        ("llama", _splits_digits, "smollm"),
+        ("llama", _with_bos, "llama-bpe"),
+    ):
+        file, tokenizer = written(architecture, change)
+        assert check_vocabulary(file, tokenizer, ASKED) > 200
+        assert gguf.GGUFReader(file).fields["tokenizer.ggml.pre"].contents() == splits
+        assert (tokenizer("a").input_ids[0] == 0) == (change is _with_bos)
+
+
+def _unchanged(model):
+    """As it was made."""
 
 
 def _splits_digits(model):
@@ -504,16 +492,6 @@ def _splits_digits(model):
     content["normalizer"] = {"type": "Sequence", "normalizers": []}
     content["model"]["byte_fallback"] = True
     file.write_text(json.dumps(content))
-
-
-def test_a_tokenizer_that_splits_off_each_digit_is_written_by_its_name(written):
-    import gguf
-
-    from qlora_rl.export.vocabulary import check_vocabulary
-
-    file, tokenizer = written("llama", _splits_digits)
-    assert gguf.GGUFReader(file).fields["tokenizer.ggml.pre"].contents() == "smollm"
-    assert check_vocabulary(file, tokenizer, ASKED) > 200
 
 
 def _with_bos(model):
@@ -530,14 +508,6 @@ def _with_bos(model):
     (model / "tokenizer_config.json").write_text(json.dumps(config | {"bos_token": "<|endoftext|>"}))
 
 
-def test_a_tokenizer_that_begins_with_bos_is_written_as_one(written):
-    from qlora_rl.export.vocabulary import check_vocabulary
-
-    file, tokenizer = written("llama", _with_bos)
-    assert tokenizer("a").input_ids[0] == tokenizer.bos_token_id == 0
-    assert check_vocabulary(file, tokenizer, ASKED) > 200
-
-
 def _with_marks_beyond(model):
     """Marks without use, for which the embedding has no row: the base is prepared all the same, with a warning."""
     file = model / "tokenizer.json"
@@ -551,8 +521,6 @@ def _with_marks_beyond(model):
 def test_a_file_has_as_many_tokens_as_the_embedding_has_rows(written):
     """llama.cpp loads no other."""
     import gguf
-
-    from qlora_rl.export.vocabulary import check_vocabulary
 
     file, tokenizer = written("llama", _with_marks_beyond)
     reader = gguf.GGUFReader(file)
@@ -574,8 +542,6 @@ def test_a_file_has_as_many_tokens_as_the_embedding_has_rows(written):
     ],
 )
 def test_a_decoder_of_several_steps_is_by_bytes_where_no_other_step_finds_anything(decoder, is_by_bytes):
-    from qlora_rl.export.gguf import _other_decoders
-
     if isinstance(decoder, list):
         kinds = ("ByteFallback", "Fuse", "ByteLevel", "Strip")
         replace = {"type": "Replace", "content": " "}
@@ -600,8 +566,6 @@ FIELDS = {
 @pytest.mark.parametrize("field", FIELDS)
 def test_a_wrong_field_of_the_vocabulary_is_found(written, field, monkeypatch):
     import gguf
-
-    from qlora_rl.export.vocabulary import check_vocabulary
 
     name, change = FIELDS[field]
     real = getattr(gguf.GGUFWriter, name)
@@ -638,14 +602,14 @@ def test_what_a_file_cannot_say_of_a_tokenizer_ends_the_export(tmp_path, change)
     model = make_bpe_model(tmp_path / "model", "llama")
     change(model)
     run = make_run(prepare_base(model), tmp_path / "run")
-    with pytest.raises(ExportError, match=r"GGUF file's vocabulary.*Nothing was written.*convert_hf_to_gguf"):
+    with pytest.raises(ExportError, match="convert_hf_to_gguf"):
         export(run, "gguf", out=tmp_path / "a")
     assert not (tmp_path / "a").exists()
 
 
 def test_gguf_of_what_is_not_known_is_rejected_with_the_way_out(run, tmp_path):
     pytest.importorskip("gguf")
-    with pytest.raises(NotYetSupportedError, match=r"no merges.*convert_hf_to_gguf\.py"):
+    with pytest.raises(NotYetSupportedError, match="merges"):
         export(run, "gguf", out=tmp_path / "a")
     model = make_bpe_model(tmp_path / "model", "llama")
     config = json.loads((model / "config.json").read_text())
@@ -667,28 +631,12 @@ def test_without_the_gguf_package_it_is_said_what_to_install(run, tmp_path, monk
 # --- llama.cpp ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
+@pytest.fixture(scope="module", params=["llama", pytest.param("qwen2", marks=pytest.mark.full), "qwen3"])
 def bpe_run(request, tmp_path_factory):
     """A run on a base that GGUF can hold."""
     directory = tmp_path_factory.mktemp(request.param)
     base = prepare_base(make_bpe_model(directory / "model", request.param), out=directory / "base")
     return make_run(base, directory / "run")
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_an_adapter_as_gguf_is_the_policy_on_its_base(bpe_run, tmp_path, dtype):
-    gguf = pytest.importorskip("gguf")
-    done = export(bpe_run, "gguf-adapter", out=tmp_path / "a", dtype=dtype)
-    assert done.distance.kl_mean < LIMIT
-    (file,) = done.path.glob("*-lora.gguf")
-    reader = gguf.GGUFReader(file)
-    assert reader.fields["general.type"].contents() == "adapter"
-    assert reader.fields["adapter.type"].contents() == "lora"
-    assert reader.fields["adapter.lora.alpha"].contents() == 8.0
-    names = {tensor.name for tensor in reader.tensors}
-    assert {"blk.0.attn_q.weight.lora_a", "blk.1.ffn_down.weight.lora_b"} <= names
-    assert len(names) == 2 * 2 * 7
-    assert f"ADAPTER ./{file.name}" in (done.path / "Modelfile").read_text()
 
 
 def test_a_gguf_file_names_the_ends_of_the_run(tmp_path):
@@ -703,84 +651,45 @@ def test_a_gguf_file_names_the_ends_of_the_run(tmp_path):
     assert len(stops) == 2
 
 
-def test_an_adapter_whose_rows_llama_cpp_would_rotate_otherwise_is_found(tmp_path, monkeypatch):
+def test_rows_that_llama_cpp_would_rotate_otherwise_are_found(tmp_path, monkeypatch):
     pytest.importorskip("gguf")
     from qlora_rl.export import gguf as own
 
     base = prepare_base(make_bpe_model(tmp_path / "model", "llama"), out=tmp_path / "base")
     monkeypatch.setattr(own, "_interleaved", lambda weight, heads: weight)
     with pytest.raises(ExportError, match="above the limit"):
-        export(make_run(base, tmp_path / "run"), "gguf-adapter", out=tmp_path / "a", dtype="float32")
+        export(make_run(base, tmp_path / "run"), "gguf", out=tmp_path / "a", dtype="float32")
     assert not (tmp_path / "a").exists()
 
 
-def test_eight_bits_are_close_and_four_need_llama_cpp(bpe_run, tmp_path, monkeypatch):
+def test_eight_bits_are_close_and_without_llama_cpp_it_is_said_that_nobody_asked_it(bpe_run, tmp_path, monkeypatch):
     pytest.importorskip("gguf")
-    done = export(bpe_run, "gguf", out=tmp_path / "a", dtype="q8_0")
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    said = []
+    done = export(bpe_run, "gguf", out=tmp_path / "a", dtype="q8_0", say=said.append)
     assert LIMIT_FLOAT32 < done.distance.kl_mean < LIMITS["q8_0"]
     assert f"FROM ./{next(done.path.glob('*.gguf')).name}" in (done.path / "Modelfile").read_text()
-    monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(MissingDependencyError, match=r"q4_k_m.*pip install llama-cpp-python"):
-        export(bpe_run, "gguf", out=tmp_path / "b", dtype="q4_k_m")
-    with pytest.raises(ConfigConflictError, match=r"measured by llama\.cpp"):
-        export(bpe_run, "gguf-adapter", out=tmp_path / "c", on=next(done.path.glob("*.gguf")))
-    said = []
-    without = export(bpe_run, "gguf", out=tmp_path / "d", dtype="q8_0", say=said.append)
-    assert without.elsewhere == {}
+    assert done.llama_cpp is None
     assert any("llama.cpp itself was not asked" in line for line in said)
-    assert "llama.cpp itself was not installed" in (without.path / "README.md").read_text()
+    assert "llama.cpp was not installed" in (done.path / "README.md").read_text()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "q8_0", "q4_k_m"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "q8_0"])
 def test_llama_cpp_computes_the_policy(bpe_run, tmp_path, dtype):
     pytest.importorskip("gguf")
     pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python, which compiles llama.cpp")
     done = export(bpe_run, "gguf", out=tmp_path / "a", dtype=dtype)
     limit = LIMITS.get(dtype, LIMIT)
     assert done.distance.kl_mean < limit
-    assert 0 < done.elsewhere["llama.cpp"].kl_mean < limit
-    assert f"| llama.cpp | {done.elsewhere['llama.cpp'].kl_mean:.2e} |" in (done.path / "README.md").read_text()
-
-
-def test_llama_cpp_applies_the_adapter_and_another_base_is_told_apart(bpe_run, tmp_path):
-    pytest.importorskip("gguf")
-    pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python, which compiles llama.cpp")
-    other = prepare_base(
-        make_bpe_model(tmp_path / "model", open_trained(bpe_run).load().config.model_type, seed=5),
-        out=tmp_path / "other",
-    )
-    foreign = export(make_run(other, tmp_path / "run"), "gguf", out=tmp_path / "foreign", dtype="q8_0")
-    assert other.identity != open_trained(bpe_run).base.identity
-    file, said = next(foreign.path.glob("*.gguf")), []
-    done = export(bpe_run, "gguf-adapter", out=tmp_path / "a", dtype="float32", on=file, say=said.append)
-    own, elsewhere = done.elsewhere.values()
-    assert own.kl_mean < LIMIT
-    assert elsewhere.kl_mean > 100 * LIMIT  # measured: 0.45 to 1.9
-    mark = f"on {file.name} this adapter is not the trained policy: mean KL {elsewhere.kl_mean:.2e}"
-    assert any(line.startswith(f"WARNING: {mark}") for line in said)
-    assert f"**Warning: {mark}" in (done.path / "README.md").read_text()
-    assert mark in json.loads((done.path / "export.json").read_text())["warning"]
-    near = export(bpe_run, "gguf-adapter", out=tmp_path / "b", dtype="float32", on=file, max_kl=10.0)
-    assert "Warning" not in (near.path / "README.md").read_text()
-
-
-def test_a_base_of_another_vocabulary_is_rejected_by_its_size(bpe_run, tmp_path):
-    pytest.importorskip("gguf")
-    pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python, which compiles llama.cpp")
-    architecture = open_trained(bpe_run).load().config.model_type
-    other = prepare_base(make_bpe_model(tmp_path / "model", architecture, spare=0), out=tmp_path / "other")
-    foreign = export(make_run(other, tmp_path / "run"), "gguf", out=tmp_path / "foreign", dtype="q8_0")
-    with pytest.raises(ExportError, match=r"320 tokens and the policy 328.*another vocabulary"):
-        export(bpe_run, "gguf-adapter", out=tmp_path / "a", on=next(foreign.path.glob("*.gguf")))
-    assert not (tmp_path / "a").exists()
+    assert 0 < done.llama_cpp.kl_mean < limit
+    assert f"| llama.cpp | {done.llama_cpp.kl_mean:.2e} |" in (done.path / "README.md").read_text()
 
 
 def test_what_is_no_number_is_beyond_the_limit(bpe_run, tmp_path, monkeypatch):
     pytest.importorskip("gguf")
     from qlora_rl.export import job
 
-    monkeypatch.setattr(job, "in_llama_cpp", lambda *_: {"llama.cpp": Distance(float("nan"), float("nan"), 0.0, 1)})
+    monkeypatch.setattr(job, "in_llama_cpp", lambda *_: Distance(float("nan"), float("nan"), 0.0, 1))
     with pytest.raises(ExportError, match="above the limit"):
         export(bpe_run, "gguf", out=tmp_path / "a", dtype="q8_0")
     assert list(tmp_path.iterdir()) == []
@@ -788,21 +697,13 @@ def test_what_is_no_number_is_beyond_the_limit(bpe_run, tmp_path, monkeypatch):
 
 def test_a_modelfile_says_of_no_template_that_it_is_in_the_file_which_is_not(tmp_path):
     """transformers takes several templates by name; of those none is written."""
-    from types import SimpleNamespace
-
-    from qlora_rl.export.gguf import write_modelfile
-
     for template, says in (("{{ messages }}", True), ({"default": "{{ messages }}"}, False), (None, False)):
         write_modelfile(tmp_path, SimpleNamespace(chat_template=template), model="./a.gguf")
         assert ("is in the GGUF file" in (tmp_path / "Modelfile").read_text()) is says
 
 
 def test_ollama_gets_a_template_that_is_known_and_no_other():
-    from types import SimpleNamespace
-
     from jinja2 import Template
-
-    from qlora_rl.export.gguf import _ollama_template
 
     def tokenizer(template):
         return SimpleNamespace(

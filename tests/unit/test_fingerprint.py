@@ -172,12 +172,10 @@ def test_where_vllm_holds_the_same_base_otherwise_the_advice_is_another_model(ba
     for change in ({"kind": "float32"}, {"shape": (1, 128)}, None):
         leaves = {name: leaf for name, leaf in ours.leaves.items() if name != norm}
         leaves |= {norm: replace(ours.leaves[norm], **change)} if change else {"model.norm.scale": ours.leaves[norm]}
-        with pytest.raises(
-            BaseMismatchError, match="some of it in a form of its own: models of this type are not supp"
-        ):
+        with pytest.raises(BaseMismatchError, match="models of this type"):
             verify_base(loaded, engine)
     leaves = ours.leaves | {norm: replace(ours.leaves[norm], values="0" * 32)}
-    with pytest.raises(BaseMismatchError, match="Let both sides load one base made by"):
+    with pytest.raises(BaseMismatchError, match="one base"):
         verify_base(loaded, engine)
     engine.base = base.path
     with pytest.raises(
@@ -187,7 +185,7 @@ def test_where_vllm_holds_the_same_base_otherwise_the_advice_is_another_model(ba
     # Another model, and another dtype of all that is not 4-bit, are the base's doing.
     engine.base = None
     leaves = {name: leaf if leaf.scales else replace(leaf, kind="float16") for name, leaf in ours.leaves.items()}
-    with pytest.raises(BaseMismatchError, match="Let both sides load one base made by"):
+    with pytest.raises(BaseMismatchError, match="one base"):
         verify_base(loaded, engine)
 
 

@@ -174,7 +174,7 @@ def _mixed(weight):
 
 
 def test_another_word_is_rejected_with_those_that_there_are():
-    with pytest.raises(ConfigConflictError, match=r"base_compute='int8' is not one of .*nf4.*auto"):
+    with pytest.raises(ConfigConflictError, match=r"base_compute='int8' is not one of .*nf4.*vllm"):
         check_wish("int8")
 
 

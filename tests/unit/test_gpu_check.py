@@ -2,7 +2,6 @@
 
 import ast
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -81,54 +80,45 @@ def test_every_command_of_the_plan_is_understood_by_what_it_calls(tmp_path):
             if script not in said:
                 said[script] = subprocess.check_output([sys.executable, str(ROOT / script), "--help"], text=True)
             assert all(part in said[script] for part in command if part.startswith("--")), command
-    assert len(said) == 6
-
-
-def test_outcomes_are_kept_and_only_what_failed_is_tried_again(tmp_path):
-    sleeper = (
-        "import subprocess, time; subprocess.Popen(['sleep', '1000']); print('asleep', flush=True); time.sleep(1000)"
-    )
-    pieces = [
-        piece("good", tmp_path, "pathlib.Path(sys.argv[2], 'numbers.json').write_text('{\"a\": 1}')"),
-        piece("bad", tmp_path, "print('because'); sys.exit(7)"),
-        piece("slow", tmp_path, sleeper, limit_s=8),
-        piece("lacking", tmp_path, needs=("no_such_module",)),
-    ]
-    state = tmp_path / "state"
-    code = check.run_all(pieces, state, os.environ, missing=["no_such_module"], cwd=tmp_path)
-    wanted = {"good": "passed", "bad": "failed", "slow": "timed out", "lacking": "not run"}
-    assert (code, statuses(pieces, state)) == (check.SOME_FAILED, wanted)
-    found = check.outcomes(pieces, state)
-    assert found["good"]["numbers"] == {"a": 1}
-    assert (found["bad"]["code"], found["bad"]["tail"]) == (7, "because\n")
-    assert ran(tmp_path, "lacking") == 0
-    check.run_all(pieces, state, os.environ, missing=["no_such_module"], cwd=tmp_path)
-    assert [ran(tmp_path, p.name) for p in pieces] == [1, 1, 1, 0]
-    check.run_all(pieces, state, os.environ, cwd=tmp_path)  # it was installed
-    assert [ran(tmp_path, p.name) for p in pieces] == [1, 1, 1, 1]
-    assert statuses(pieces, state)["lacking"] == "passed"
-    check.run_all(pieces, state, os.environ, retry=True, cwd=tmp_path)
-    assert [ran(tmp_path, p.name) for p in pieces] == [1, 2, 2, 1]
+    assert len(said) == 5
 
 
 FACT = """
-import json, pathlib, sys, time
+import json, pathlib, subprocess, sys, time
 out = pathlib.Path(sys.argv[2])
 for ok in (True, False):
     (out / "facts.jsonl").open("a").write(json.dumps({"fact": str(ok), "ok": ok}) + "\\n")
 out.joinpath("numbers.json").write_text('{"kl": 1}')
 """
+SLEEPER = "subprocess.Popen(['sleep', '1000']); print('asleep', flush=True); time.sleep(1000)"
 
 
-def test_facts_are_kept_of_a_piece_that_is_killed_and_numbers_are_judged(tmp_path):
-    judge = {"right": lambda numbers: "", "wrong": lambda numbers: f"KL of {numbers['kl']}"}
-    pieces = [piece(name, tmp_path, FACT, judge=function) for name, function in judge.items()]
-    pieces.append(piece("killed", tmp_path, FACT + "time.sleep(1000)", limit_s=10, judge=judge["wrong"]))
-    assert check.run_all(pieces, tmp_path / "state", os.environ, cwd=tmp_path) == check.SOME_FAILED
-    assert statuses(pieces, tmp_path / "state") == {"right": "passed", "wrong": "failed", "killed": "timed out"}
-    found = check.outcomes(pieces, tmp_path / "state")
-    assert all([fact["ok"] for fact in outcome["facts"]] == [True, False] for outcome in found.values())
+def test_outcomes_are_kept_and_only_what_failed_is_tried_again(tmp_path):
+    pieces = [
+        piece("good", tmp_path, FACT, judge=lambda numbers: ""),
+        piece("bad", tmp_path, "print('because'); sys.exit(7)"),
+        piece("wrong", tmp_path, FACT, judge=lambda numbers: f"KL of {numbers['kl']}"),
+        piece("slow", tmp_path, FACT + SLEEPER, limit_s=8),
+        piece("lacking", tmp_path, needs=("no_such_module",)),
+    ]
+    refusing = piece("refusing", tmp_path, "sys.exit(3)", lacks_code=3)
+    state = tmp_path / "state"
+    code = check.run_all([*pieces, refusing], state, os.environ, missing=["no_such_module"], cwd=tmp_path)
+    wanted = {"good": "passed", "bad": "failed", "wrong": "failed", "slow": "timed out", "lacking": "not run"}
+    assert (code, statuses(pieces, state)) == (check.SOME_FAILED, wanted)
+    assert statuses([refusing], state) == {"refusing": "not run"}
+    found = check.outcomes(pieces, state)
+    assert found["good"]["numbers"] == {"kl": 1}
+    assert (found["bad"]["code"], found["bad"]["tail"]) == (7, "because\n")
     assert "KL of 1" in found["wrong"]["tail"]
+    assert [[fact["ok"] for fact in found[name]["facts"]] for name in ("good", "wrong", "slow")] == [[True, False]] * 3
+    check.run_all(pieces, state, os.environ, missing=["no_such_module"], cwd=tmp_path)
+    assert [ran(tmp_path, p.name) for p in pieces] == [1, 1, 1, 1, 0]
+    check.run_all(pieces, state, os.environ, cwd=tmp_path)  # it was installed
+    assert [ran(tmp_path, p.name) for p in pieces] == [1, 1, 1, 1, 1]
+    assert statuses(pieces, state)["lacking"] == "passed"
+    check.run_all(pieces, state, os.environ, retry=True, cwd=tmp_path)
+    assert [ran(tmp_path, p.name) for p in pieces] == [1, 2, 2, 2, 1]
 
 
 def test_a_rehearsal_records_nothing_and_says_what_needs_a_card(tmp_path, monkeypatch, capsys):
@@ -150,34 +140,19 @@ def test_a_rehearsal_records_nothing_and_says_what_needs_a_card(tmp_path, monkey
             check.main([*options, option, str(tmp_path / "x")])
 
 
-def test_a_piece_that_says_that_something_is_missing_has_not_failed(tmp_path):
-    command = ("{python}", "-c", "import sys; sys.exit(3)")
-    lacking = check.Piece("lacking", command, 60, lacks_code=3)
-    failing = check.Piece("failing", command, 60)
-    assert check.run_all([lacking, failing], tmp_path / "state", os.environ, cwd=tmp_path) == check.SOME_FAILED
-    assert statuses([lacking, failing], tmp_path / "state") == {"lacking": "not run", "failing": "failed"}
-
-
-def test_a_skipped_test_is_not_a_passed_one(tmp_path, capsys):
-    (tmp_path / "test_x.py").write_text("import pytest\ndef test_x(): pytest.skip('two GPUs')\n")
-    skipped = check.Piece("skipped", ("{python}", "-m", "pytest", "-q", "-rs", "test_x.py"), 300)
-    assert check.run_all([skipped], tmp_path / "state", os.environ, cwd=tmp_path) == check.OK
-    outcome = check.outcomes([skipped], tmp_path / "state")["skipped"]
-    assert outcome["status"] == "not run"
-    assert "two GPUs" in outcome["tail"]
-    assert re.search(r"not run after .*two GPUs$", capsys.readouterr().out, re.MULTILINE)
-
-
-def test_each_test_of_a_piece_has_its_outcome(tmp_path):
+def test_each_test_of_a_piece_has_its_outcome_and_a_skipped_one_is_not_passed(tmp_path):
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_x.py").write_text(
         "import pytest\n@pytest.mark.parametrize('word', ['a b', 'c'])\ndef test_x(word): assert word == 'c'\n"
         "def test_y(): pytest.skip('two GPUs')\n"
     )
-    several = check.Piece("several", ("{python}", "-m", "pytest", "-v", "tests/test_x.py"), 300)
-    check.run_all([several], tmp_path / "state", os.environ, cwd=tmp_path)
-    tests = check.outcomes([several], tmp_path / "state")["several"]["tests"]
-    assert tests == {"test_x[a b]": "FAILED", "test_x[c]": "PASSED", "test_y": "SKIPPED"}
+    command = ("{python}", "-m", "pytest", "-v", "-rs", "tests/test_x.py")
+    several, skipped = check.Piece("several", command, 300), check.Piece("skipped", (*command, "-k", "test_y"), 300)
+    check.run_all([several, skipped], tmp_path / "state", os.environ, cwd=tmp_path)
+    found = check.outcomes([several, skipped], tmp_path / "state")
+    assert found["several"]["tests"] == {"test_x[a b]": "FAILED", "test_x[c]": "PASSED", "test_y": "SKIPPED"}
+    assert (found["several"]["status"], found["skipped"]["status"]) == ("failed", "not run")
+    assert "two GPUs" in found["skipped"]["tail"]
 
 
 def test_a_budget_cuts_off_and_names_what_it_leaves_out(tmp_path, monkeypatch, capsys):

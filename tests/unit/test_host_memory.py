@@ -56,14 +56,14 @@ def test_the_plan_moves_layer_inputs_only_where_they_have_room(host, chosen):
     assert ("36.00 GiB > 35.90 GiB of host memory" in str(estimate)) == (not estimate.fits)
     if not estimate.fits:
         assert not any("offload" in saving.advice for saving in estimate.savings())
-        with pytest.raises(MemoryBudgetError, match="layer inputs stay on the GPU"):
+        with pytest.raises(MemoryBudgetError, match="layer inputs"):
             estimate.raise_if_too_big()
 
 
 def test_layer_inputs_that_the_user_wants_in_host_memory_and_that_have_no_room_are_an_error():
     estimate = plan(**LONG, sleeps=True, offload=True, host_memory_gib=4)
     assert not estimate.fits
-    with pytest.raises(MemoryBudgetError, match=r"need 36.00 GiB of host memory > 4.00 GiB, which are free. Leave out"):
+    with pytest.raises(MemoryBudgetError, match=r"36\.00 GiB of host memory > 4\.00 GiB"):
         estimate.raise_if_too_big()
     assert estimate.changed(max_length=4096).fits
     assert plan(
@@ -94,9 +94,9 @@ def test_a_method_without_an_engine_has_no_lines_of_one(method):
 
 
 def test_what_contradicts_a_method_is_rejected():
-    with pytest.raises(ConfigConflictError, match="method='ppo' is none of sft, dpo, kto, grpo, rloo, distill"):
+    with pytest.raises(ConfigConflictError, match="method='ppo'"):
         plan(method="ppo")
-    with pytest.raises(ConfigConflictError, match=r"method=.sft. makes no engine\. Pass has_engine=False"):
+    with pytest.raises(ConfigConflictError, match="has_engine=False"):
         plan(method="sft", has_engine=True)
 
 
@@ -111,7 +111,7 @@ def test_a_teacher_on_the_students_base_adds_next_to_nothing_and_a_second_model_
     assert named(second)["base, teacher"].nbytes == named(plan(shared=False))["base, trainer"].nbytes
     assert pace_of(second).train_s >= pace_of(shared).train_s > pace_of(grpo).train_s
     assert "remove_padding=True" not in [each.advice for each in shared.savings()]  # which the trainer does not have
-    with pytest.raises(ConfigConflictError, match="method='grpo' has no teacher"):
+    with pytest.raises(ConfigConflictError, match="method='grpo'"):
         plan(teacher=Qwen3Config(**FIELDS))
 
 
@@ -128,7 +128,7 @@ def test_what_a_teacher_reads_more_counts_once_its_own_pass_is_the_larger():
     assert "teacher's pass" not in named(asked)
     # The part of the head that is multiplied with is lifted to float32.
     assert named(asked)["logits"].nbytes > 32_768 * FIELDS["hidden_size"] * 4
-    with pytest.raises(ConfigConflictError, match="method='grpo' has no teacher"):
+    with pytest.raises(ConfigConflictError, match="method='grpo'"):
         plan(teacher_top_k=20)
 
 
@@ -146,15 +146,10 @@ def test_the_command_plans_a_teacher(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["request"]["teacher_top_k"] == 20
     save_file({"A": torch.zeros(2, 8)}, tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_text("{}")
-    assert main([*asked, "--teacher", str(tmp_path), "--teacher-more", "64"]) == 0
-    request = json.loads(capsys.readouterr().out)["request"]
-    assert (request["teacher_bytes"], request["teacher_more"]) == (2 * 8 * 4, 64)
+    assert main([*asked, "--teacher", str(tmp_path)]) == 0
+    assert json.loads(capsys.readouterr().out)["request"]["teacher_bytes"] == 2 * 8 * 4
     assert main(["plan", str(path), "--teacher", str(path)]) == 2
     assert "--teacher with --method grpo, which has no teacher. Pass --method distill" in capsys.readouterr().err
-    assert main(["plan", str(path), "--teacher-more", "5"]) == 2
-    assert "--teacher-more with --method grpo" in capsys.readouterr().err
-    assert main([*asked, "--teacher", "http://host:8000", "--teacher-more", "5"]) == 2
-    assert "--teacher-more with a server as --teacher" in capsys.readouterr().err
 
 
 def test_the_command_plans_methods_and_host_memory(tmp_path, capsys):

@@ -8,8 +8,11 @@ import sys
 import time
 
 import pytest
+from runfile import GOOD, written
 
 from qlora_rl.base import hub
+from qlora_rl.cli import main
+from qlora_rl.memory.shape import _say_shipped, skeleton
 
 
 @pytest.fixture
@@ -34,16 +37,22 @@ def asked(monkeypatch):
     hub.hub_reachable.cache_clear()
 
 
+@pytest.fixture
+def unreachable(asked):
+    """The hub's answer where nobody listens: a port that was just given back."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    return asked(f"http://127.0.0.1:{port}")
+
+
 def test_a_host_that_takes_a_connection_is_reachable(asked):
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert asked(f"http://127.0.0.1:{server.getsockname()[1]}") == (True, (False, False))
 
 
-def test_one_that_does_not_switches_both_libraries_to_their_caches(asked, caplog):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    assert asked(f"http://127.0.0.1:{port}") == (False, (True, True))
-    assert "only what is cached here can be used" in caplog.text
+def test_one_that_does_not_switches_both_libraries_to_their_caches(unreachable, caplog):
+    assert unreachable == (False, (True, True))
+    assert "only what is cached here can be used" in caplog.get_records("setup")[0].getMessage()
     assert "'a/b' is no path here, is not in the local cache, and the hub cannot be reached" in hub.why_missing("a/b")
 
 
@@ -62,8 +71,6 @@ def test_behind_a_proxy_nothing_is_tried(asked):
 
 @pytest.mark.parametrize("command", [["plan", "a/b"], ["prepare", "a/b", "base"], ["recommend", "a/b"]])
 def test_a_command_says_it_once_and_soon(command, tmp_path):
-    import os
-
     environment = {name: value for name, value in os.environ.items() if name not in (*hub._PROXIES, "HF_HUB_OFFLINE")}
     environment |= {"HF_ENDPOINT": "http://nowhere.invalid", "HF_HOME": str(tmp_path)}
     started = time.monotonic()
@@ -80,10 +87,6 @@ def test_a_command_says_it_once_and_soon(command, tmp_path):
 @pytest.mark.parametrize("model", ["/no/such/model", "./no-such-model", "no/such/model"])
 @pytest.mark.parametrize("command", ["plan", "recommend", "prepare", "train"])
 def test_every_command_says_the_same_of_a_path_at_which_there_is_no_model(command, model, tmp_path, capsys):
-    from runfile import GOOD, written
-
-    from qlora_rl.cli import main
-
     file = written(tmp_path, {**GOOD, "base": {"model": model}})
     words = {"train": ["train", str(file), "--check"], "prepare": ["prepare", model, str(tmp_path / "base")]}
     assert main(words.get(command, [command, model])) == 1
@@ -104,10 +107,6 @@ UNSUPPORTED = [
 @pytest.mark.parametrize(("model", "said"), UNSUPPORTED)
 @pytest.mark.parametrize("command", ["plan", "recommend", "check"])
 def test_a_model_that_cannot_be_trained_is_said_before_anything_is_loaded(command, model, said, tmp_path, capsys):
-    from runfile import GOOD, written
-
-    from qlora_rl.cli import main
-
     file = written(tmp_path, {**GOOD, "base": {"model": model}})
     assert main(["train", str(file), "--check"] if command == "check" else [command, model]) == 1
     assert said in capsys.readouterr().err
@@ -117,22 +116,20 @@ def test_a_model_that_cannot_be_trained_is_said_before_anything_is_loaded(comman
 def test_it_is_known_by_its_config_too(name, tmp_path, capsys):
     import transformers
 
-    from qlora_rl.cli import main
-
     getattr(transformers, name)().save_pretrained(tmp_path)
     for command in ("plan", "recommend"):
         assert main([command, str(tmp_path / "config.json")]) == 1
         assert re.search("is a mixture of experts|reads images", capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("name", ["MixtralConfig", "Qwen3MoeConfig", "OlmoeConfig"])
+@pytest.mark.parametrize(
+    "name",
+    ["MixtralConfig", *(pytest.param(each, marks=pytest.mark.full) for each in ("Qwen3MoeConfig", "OlmoeConfig"))],
+)
 def test_a_mixture_is_planned_with_adapters_on_attention(name, tmp_path, capsys):
     import transformers
-    from runfile import GOOD, written
 
-    from qlora_rl.cli import main
     from qlora_rl.memory.plan import plan_memory
-    from qlora_rl.memory.shape import skeleton
 
     config = getattr(transformers, name)(num_hidden_layers=2)
     config.save_pretrained(tmp_path)
@@ -153,10 +150,6 @@ def test_a_mixture_is_planned_with_adapters_on_attention(name, tmp_path, capsys)
 
 
 def test_a_model_for_images_is_planned_with_adapters_on_its_language_model(tmp_path, capsys):
-    from runfile import GOOD, written
-
-    from qlora_rl.cli import main
-
     name = "Qwen/Qwen2.5-VL-3B-Instruct"
     assert main(["plan", name, "--gpu-memory", "24"]) == 0
     assert "vision tower, one pass" in capsys.readouterr().out
@@ -172,14 +165,7 @@ def test_a_model_for_images_is_planned_with_adapters_on_its_language_model(tmp_p
     assert main(["train", str(written(tmp_path, document)), "--check"]) == 0
 
 
-def test_a_check_says_what_it_did_not_look_at(asked, tmp_path, capsys):
-    from runfile import GOOD, written
-
-    from qlora_rl.cli import main
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    assert asked(f"http://127.0.0.1:{port}")[0] is False
+def test_a_check_says_what_it_did_not_look_at(unreachable, tmp_path, capsys):
     (tmp_path / "mine.py").write_text("def score(completions, **_):\n    return [0.0] * len(completions)\n")
     document = {**GOOD, "base": {"model": "a/b"}, "rewards": [{"use": f"{tmp_path / 'mine.py'}:score"}]}
     assert main(["train", str(written(tmp_path, document)), "--check"]) == 0
@@ -199,13 +185,7 @@ def test_a_check_says_what_it_did_not_look_at(asked, tmp_path, capsys):
     assert "the model (" not in said.split("no errors found. Not checked: ")[1]
 
 
-def test_a_model_whose_shape_is_shipped_is_planned_without_network_and_that_is_said(asked, caplog):
-    from qlora_rl.cli import main
-    from qlora_rl.memory.shape import _say_shipped
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    assert asked(f"http://127.0.0.1:{port}")[0] is False
+def test_a_model_whose_shape_is_shipped_is_planned_without_network_and_that_is_said(unreachable, caplog):
     _say_shipped.cache_clear()
     assert main(["plan", "Qwen/Qwen3-8B", "--gpu-memory", "24GB"]) == 0
     assert main(["recommend", "Qwen/Qwen3-8B", "--gpu-memory", "24GB"]) == 0

@@ -12,11 +12,11 @@ from trained import make_run
 
 from qlora_rl import ConfigConflictError, RunDirectoryError, SamplingSpec, cpu_matmul, open_trained
 from qlora_rl.cli import main
-from qlora_rl.config.write import to_toml
+from qlora_rl.config.text import to_toml
 from qlora_rl.cpu_features import SETTING
-from qlora_rl.data.load import load_data
+from qlora_rl.data.load import load_data, read_file
 from qlora_rl.inference.chat import Conversation
-from qlora_rl.inference.evaluation import Compared, Evaluation, Mean, compare, evaluate, read_rows, save, share_cut_off
+from qlora_rl.inference.evaluation import Compared, Evaluation, Mean, compare, evaluate, save, share_cut_off
 from qlora_rl.inference.first_look import FirstLook
 from qlora_rl.inference.rows import as_trained
 from qlora_rl.inference.sampling import choose, precision
@@ -31,20 +31,25 @@ def run(base, tmp_path_factory):
     return make_run(base, tmp_path_factory.mktemp("runs") / "run")
 
 
-def test_what_is_no_run_is_rejected(tmp_path, run, capsys):
-    with pytest.raises(RunDirectoryError, match=r"there is no config\.json"):
-        open_trained(tmp_path)
-    with pytest.raises(RunDirectoryError, match="Pass a run directory: `train` and `demo` name it"):
-        open_trained(tmp_path / "nothing")
-    with pytest.raises(SystemExit):
-        main([])
-    assert "`qlora-rl demo` is a first one" in capsys.readouterr().err
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(RunDirectoryError, match="does not name a base"):
-        open_trained(tmp_path)
-    (tmp_path / "config.json").write_text((run / "config.json").read_text())
-    with pytest.raises(RunDirectoryError, match="holds no adapter/"):
-        open_trained(tmp_path)
+@pytest.mark.parametrize(
+    ("place", "named"),
+    [
+        (lambda run, model, there: there, r"config\.json"),
+        (lambda run, model, there: there / "nothing", "no such directory"),
+        (lambda run, model, there: with_config(there, "{}"), "does not name a base"),
+        (lambda run, model, there: with_config(there, (run / "config.json").read_text()), "adapter/"),
+        (lambda run, model, there: model, "it is a model"),
+        (lambda run, model, there: shutil.copytree(run / "adapter", there / "adapter"), "it is an adapter"),
+    ],
+)
+def test_what_is_no_run_is_rejected_as_what_it_is(run, model_dir, tmp_path, place, named):
+    with pytest.raises(RunDirectoryError, match=named):
+        open_trained(place(run, model_dir, tmp_path))
+
+
+def with_config(directory, text):
+    (directory / "config.json").write_text(text)
+    return directory
 
 
 @pytest.mark.parametrize(
@@ -131,11 +136,6 @@ def test_a_seed_gives_the_same_answer_again(run):
     assert len(said) == 2
 
 
-def test_a_model_in_place_of_a_run_is_said_to_be_one(model_dir):
-    with pytest.raises(RunDirectoryError, match=r"it is a model, not a run\. .*`qlora-rl chat RUN --base-only`"):
-        open_trained(model_dir)
-
-
 def test_from_a_pipe_each_line_gets_its_own_answer(run, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO("12+34=\n56+11=\n12+34=\n"))
     assert main(["chat", str(run), "--temperature", "0", "--max-tokens", "4", "--json"]) == 0
@@ -172,29 +172,21 @@ def test_an_answer_that_was_cut_off_says_so(run, monkeypatch, capsys):
         assert main(["chat", str(run), "--max-tokens", "4", *words]) == 0
         said = capsys.readouterr()
         assert "2 of 2 answers were cut off" in said.err
-        assert "--max-tokens" in said.err
         if told:
             assert [json.loads(line)["cut_off"] for line in said.out.splitlines()] == told
         else:
             assert "cut off" not in said.out  # answers alone, for a file
-
-    for limit, told in (
-        ("4", "after 4 tokens; --max-tokens allows more"),
-        ("12", "after 9 tokens, at the model's last position"),
-    ):
-        typed = iter(["12+34=", "/quit"])
-        monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-        monkeypatch.setattr("builtins.input", lambda _, typed=typed: next(typed))
-        assert main(["chat", str(run), "--max-tokens", limit]) == 0
-        assert f"[cut off {told}]" in capsys.readouterr().out
+    typed = iter(["12+34=", "/quit"])
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda _: next(typed))
+    assert main(["chat", str(run), "--max-tokens", "4"]) == 0
+    assert "[cut off after 4 tokens" in capsys.readouterr().out
 
 
 def test_messages_that_the_template_does_not_take_are_said(run):
     talk = Conversation(open_trained(run), system="Be brief.", max_tokens=1)
     talk.tokenizer.chat_template = "{{ raise_exception('no system role') }}"
-    with pytest.raises(
-        ConfigConflictError, match=r"messages with the roles system, user: TemplateError: no system role"
-    ):
+    with pytest.raises(ConfigConflictError, match="no system role"):
         list(talk.answer("1+1="))
 
 
@@ -253,17 +245,20 @@ def test_a_talk_begins_as_the_runs_prompts_did(told, monkeypatch):
 def test_rows_of_an_evaluation_become_what_the_runs_rows_were(told):
     data = SAID | {"train": str(GSM8K), "extract": {"answer": r"####\s*(.+)"}, "limit": 8}
     trained = open_trained(told(**data))
-    rows = read_rows(GSM8K, 8)
+    rows = [*read_file(GSM8K, limit=8)]
     wanted = load_data(trained.data)[0].to_list()
     found = as_trained(rows, trained.data)
     assert [row["prompt"] for row in found] == [row["prompt"] for row in wanted]
     assert [row["answer"] for row in found] == [row["answer"] for row in wanted]
     assert as_trained(found, trained.data) == found  # what is behind it is left out
     assert as_trained([{"prompt": "1+1=", "answer": "2"}], trained.data)[0]["prompt"][0]["content"] == "Be brief."
-    with pytest.raises(ConfigConflictError, match="is not found in 1 of 2 rows"):
+    with pytest.raises(ConfigConflictError, match="1 of 2 rows"):
         as_trained([rows[0], {"question": "1+1=", "answer": "2"}], trained.data)
     renamed = open_trained(told(train="rows.jsonl", columns={"prompt": "question", "solution": "answer"}))
     assert as_trained([{"question": "a", "answer": "b"}], renamed.data) == [{"prompt": "a", "solution": "b"}]
+    # A file's rows have all of its columns, also those that only another row fills.
+    rest = [{"question": None, "answer": "b", "prompt": "a", "solution": None}]
+    assert as_trained(rest, renamed.data)[0].items() >= {"prompt": "a", "solution": "b"}.items()
     assert as_trained(rows, None) == rows
     framed = open_trained(told(train="rows.jsonl", prompt_template="Q: {prompt}\nA:"))
     assert as_trained([{"prompt": "2+2"}], framed.data) == [{"prompt": "Q: 2+2\nA:"}]  # as training does it
@@ -279,19 +274,19 @@ def test_an_evaluation_reads_the_files_that_training_reads(kind, told, tmp_path)
     if kind == "json":
         file.write_text(json.dumps(rows))
     trained = open_trained(told(**SAID | {"train": "rows.jsonl", "columns": {"answer": "solution"}}))
-    found = as_trained(read_rows(file), trained.data)
+    found = as_trained([*read_file(file)], trained.data)
     assert [row["prompt"][-1]["content"] for row in found] == [row["question"] for row in rows]
     assert [row["answer"] for row in found] == ["2", "04"]
-    assert len(read_rows(file, 1)) == 1
+    assert len(read_file(file, limit=1)) == 1
     file.write_bytes(b"")
     with pytest.raises(ConfigConflictError, match=r"reading the rows: .*rows\."):
-        read_rows(file)
+        read_file(file)
 
 
 @pytest.mark.parametrize("value", [["a?"], {"a": "?"}, None])
 def test_rows_of_an_evaluation_fill_the_template_with_text_or_numbers_alone(told, value):
     data = open_trained(told(train="rows.jsonl", prompt_template="Q: {question}")).data
-    with pytest.raises(ConfigConflictError, match=r"row 1 has .*in question"):
+    with pytest.raises(ConfigConflictError, match=r"row 1 .*question"):
         as_trained([{"question": 5}, {"question": value}], data)
     own = [{"question": value, "prompt": "a"}]
     assert as_trained(own, data) == own
@@ -371,9 +366,9 @@ def test_what_cannot_be_answered_is_said(run, monkeypatch, capsys):
         Conversation(open_trained(run), max_tokens=0, temperature=-1.0, top_p=0.0)
     assert len(caught.value.reasons) == 3
     talk = Conversation(open_trained(run), uses_template=False, seed=0)  # else the one token may be the end of the text
-    with pytest.raises(ConfigConflictError, match=r"has 0 tokens.*Say something"):
+    with pytest.raises(ConfigConflictError, match="0 tokens"):
         list(talk.answer(""))
-    with pytest.raises(ConfigConflictError, match=r"the model reads 1 to 127 before an answer\. Start over"):
+    with pytest.raises(ConfigConflictError, match="1 to 127"):
         list(talk.answer("1" * 128))
     assert "".join(talk.answer("1" * 127))
 
@@ -426,17 +421,10 @@ def test_a_completion_is_cut_off_where_it_reached_the_limit_without_an_end(compl
 def test_the_table_says_which_share_of_each_side_was_cut_off():
     mean = Mean(0.0, None, 1)
     known = {"r": Compared(mean, mean, mean)}
-
-    def told(*cut_off):
-        found = Evaluation(known, (4.0, 3.0), cut_off, 1, 1, SamplingSpec(max_tokens=512), [])
-        assert found.as_dict()["cut_off"] == cut_off
-        return str(found)
-
-    assert "cut off  0.000  0.000\n" in told(0.0, 0.0)
-    assert "without their end" not in told(0.0, 0.0)
-    assert "cut off  1.000  0.250\n" in told(1.0, 0.25)
-    assert "cut off after 512 tokens" in told(0.0, 0.25)
-    assert "without their end" in told(0.0, 0.25)
+    for cut_off, is_said in (((0.0, 0.0), False), ((1.0, 0.25), True)):
+        found = str(Evaluation(known, (4.0, 3.0), cut_off, 1, 1, SamplingSpec(max_tokens=512), []))
+        assert f"cut off  {cut_off[0]:.3f}  {cut_off[1]:.3f}\n" in found
+        assert ("without their end" in found) == is_said
 
 
 def test_the_step_of_what_is_evaluated_is_known(run, tmp_path):
@@ -457,7 +445,7 @@ def test_the_step_of_what_is_evaluated_is_known(run, tmp_path):
 def test_numbers_out_of_range_are_rejected_before_an_engine_starts(run, wrong):
     with pytest.raises(ConfigConflictError, match=f"evaluating: {next(iter(wrong))}="):
         evaluate(open_trained(run), [{"prompt": "1"}], {"r": None}, sampling=SamplingSpec(**wrong))
-    with pytest.raises(ConfigConflictError, match="samples=0 is not at least 1"):
+    with pytest.raises(ConfigConflictError, match="samples=0"):
         evaluate(open_trained(run), [{"prompt": "1"}], {"r": None}, samples=0)
 
 
@@ -466,31 +454,14 @@ def test_rewards_that_are_none_are_left_out_with_their_prompt():
     assert (found.base.prompts, found.policy.prompts, found.difference.prompts) == (2, 2, 1)
     assert found.difference.value == 0
     assert found.difference.error is None
-    with pytest.raises(ConfigConflictError, match="no number for any prompt"):
+    with pytest.raises(ConfigConflictError):
         compare([None], [None], 1)
 
 
-def test_rows_are_read_and_what_is_none_is_named_by_its_line(tmp_path):
-    file = tmp_path / "rows.jsonl"
-    file.write_text('{"prompt": "a"}\n\n{"prompt": "b"}\n')
-    assert [row["prompt"] for row in read_rows(file)] == ["a", "b"]
-    assert len(read_rows(file, 1)) == 1
-    file.write_text('{"prompt": "a"}\n[1]\n')
-    with pytest.raises(ConfigConflictError, match="line 2 is not a JSON object"):
-        read_rows(file)
-    with pytest.raises(ConfigConflictError, match="No such file"):
-        read_rows(tmp_path / "absent")
-
-
-def test_a_place_that_is_no_run_is_said_as_what_it_is(run, tmp_path, capsys):
-    with pytest.raises(RunDirectoryError, match="no such directory"):
-        open_trained(tmp_path / "absent")
-    moved = shutil.copytree(run / "adapter", tmp_path / "elsewhere" / "adapter")
-    with pytest.raises(RunDirectoryError, match="it is an adapter"):
-        open_trained(moved)
-    assert main(["report", str(tmp_path / "elsewhere")]) == 1
-    assert "it is not a run" in capsys.readouterr().err
-    assert not (tmp_path / "elsewhere" / "report.html").exists()
+def test_what_is_no_run_gets_no_report(tmp_path):
+    (tmp_path / "adapter").mkdir()
+    assert main(["report", str(tmp_path)]) == 1
+    assert not (tmp_path / "report.html").exists()
 
 
 @pytest.mark.parametrize("autocast", [None, "bfloat16"])

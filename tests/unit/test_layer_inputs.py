@@ -117,6 +117,14 @@ def test_without_the_setting_and_on_the_cpu_nothing_changes(model):
     assert gradients(model)
 
 
+def test_transformers_without_every_n_layers_checkpoints_all_the_same(model, monkeypatch):
+    of_now = Qwen2ForCausalLM.gradient_checkpointing_enable
+    monkeypatch.setattr(Qwen2ForCausalLM, "gradient_checkpointing_enable", lambda self, given=None: of_now(self, given))
+    keep_on_host(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert model.is_gradient_checkpointing
+
+
 def test_a_deep_copy_has_its_own_setting(model):
     copier = LateCopier()
     keep_on_host(model, copier)

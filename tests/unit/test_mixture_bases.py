@@ -57,9 +57,7 @@ def test_a_model_object_makes_the_same_base_as_its_directory(mixture, tmp_path):
 def test_another_kind_of_mixture_is_rejected_by_name(tmp_path):
     config = transformers.Qwen2MoeConfig(num_experts=4)
     config.save_pretrained(tmp_path)
-    with pytest.raises(
-        NotYetSupportedError, match=r"qwen2_moe is a mixture.*Use one of mixtral, olmoe, qwen3_moe, or a dense"
-    ):
+    with pytest.raises(NotYetSupportedError, match=r"qwen2_moe is a mixture.*qwen3_moe"):
         prepare_base(tmp_path)
     transformers.Qwen3MoeConfig(num_experts=4, decoder_sparse_step=2).save_pretrained(tmp_path / "sparse")
     with pytest.raises(NotYetSupportedError, match="decoder_sparse_step=2"):
@@ -237,7 +235,7 @@ def test_an_adapter_on_4_bit_experts_is_where_it_was_asked_for_and_is_added_by_t
 
 
 def test_experts_that_are_not_there_or_do_not_fit_are_named(tmp_path):
-    with pytest.raises(ConfigConflictError, match="quantize_experts=True, but qwen2 is no mixture"):
+    with pytest.raises(ConfigConflictError, match="quantize_experts=True"):
         prepare_base(make_model(tmp_path / "dense"), quantize_experts=True, out=tmp_path / "base")
     source = make_model(tmp_path / "model", architecture="qwen3_moe-dense", tied=False)
     with pytest.raises(UnsupportedQuantError, match=r"in_features=48.*experts\.0\.down_proj.*quantize_experts=False"):

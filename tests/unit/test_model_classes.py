@@ -95,7 +95,7 @@ def test_a_tower_in_4_bits_by_choice_but_for_widths_that_are_no_whole_blocks(sou
     }
     assert {"nf4", "bfloat16"} <= set(kinds.values())
     assert compare(fingerprint_base(load_base(wider)), recorded_fingerprint(wider.path)).state == "equal"
-    with pytest.raises(ConfigConflictError, match="quantize_tower=True, but qwen2 takes no images"):
+    with pytest.raises(ConfigConflictError, match="quantize_tower=True"):
         prepare_base(make_model(tmp_path / "text"), quantize_tower=True, out=tmp_path / "other")
 
 
@@ -248,7 +248,7 @@ def test_what_was_not_compared_is_rejected(kind, reason):
 
 
 def test_memory_is_not_planned_for_a_type_that_is_not_supported():
-    with pytest.raises(NotYetSupportedError, match="reads images or sound, and is of a type that is not supported"):
+    with pytest.raises(NotYetSupportedError, match="not supported"):
         skeleton(AutoConfig.for_model("llava"))
 
 

@@ -1,7 +1,5 @@
 """The notebooks as they are committed: executed from top to bottom, small, and of no particular machine."""
 
-import ast
-import importlib
 import json
 import re
 from pathlib import Path
@@ -61,28 +59,3 @@ def test_it_names_no_path_of_a_machine(path):
     assert not re.findall(r"[^\s\"']*/(?:work|tmp|home|root|Users|mnt|opt)\b[^\s\"']*", text)
     assert not re.findall(r"at 0x[0-9a-f]+", text)  # another one at every run
     assert set(notebook["metadata"]) == {"kernelspec"}
-
-
-def test_it_opens_with_what_will_be_done_and_one_cell_that_may_be_changed(path):
-    number = path.name.partition("-")[0]
-    opening = source(cells(path, "markdown")[0])
-    assert opening.startswith(f"# {number} · ")
-    assert "You will\n\n1. " in opening
-    first = cells(path, "code")[0]
-    assert first["metadata"].get("tags") == ["parameters"]
-    assert all(isinstance(node, ast.Assign) for node in ast.parse(source(first)).body)
-    assert source(first).startswith("MODEL = None")
-
-
-def test_its_links_lead_somewhere_and_its_imports_exist(path):
-    for cell in cells(path, "markdown"):
-        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", source(cell)):
-            assert target.startswith("http") or (path.parent / target).exists(), target
-        for number in re.findall(r"notebook (\d+)", source(cell)):
-            assert list(FOLDER.glob(f"{number}-*.ipynb")), number
-    for cell in cells(path, "code"):
-        # A cell of a shell, or one that writes a file, is no Python.
-        for node in ast.walk(ast.parse("" if source(cell).startswith("%%") else source(cell))):
-            if isinstance(node, ast.ImportFrom) and node.module.startswith("qlora_rl"):
-                module = importlib.import_module(node.module)
-                assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)

@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import tomllib
 import zipfile
 from email.parser import Parser
@@ -107,12 +106,6 @@ def test_the_wheel_holds_every_file_of_the_package_and_no_other(built):
     }
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert "# qlora_rl" in metadata.get_payload()
-
-
-def test_the_sdist_holds_what_the_wheel_is_made_of(built):
-    with tarfile.open(next(built.glob("*.tar.gz"))) as sdist:
-        names = {name.partition("/")[2] for name in sdist.getnames()}
-    assert {"pyproject.toml", "README.md", "LICENSE", "qlora_rl/py.typed", "qlora_rl/cli.py"} <= names
 
 
 def test_the_installed_command_works_outside_of_the_checkout(installed, tmp_path):

@@ -188,6 +188,32 @@ def test_a_probe_that_cannot_be_taken_back_does_not_serve(transport, dense, tmp_
     strategy.canary.check(strategy._adapter.bundle(), scored=True)
 
 
+@pytest.mark.parametrize("place", ["revoke", "serve_slot"])
+def test_a_probe_whose_withdrawal_is_interrupted_takes_no_other_version_with_it(place, dense, tmp_path, monkeypatch):
+    _, engine, strategy = pair(dense, InPlaceTransport(tmp_path))
+    strategy.push()
+    scores = engine.score(SEQUENCES)
+    monkeypatch.setattr(strategy.canary, "wants_probe", lambda: True)
+    owner = engine if place == "serve_slot" else strategy.transport
+    real, calls = getattr(owner, place), []
+
+    def struck(*given):
+        calls.append(given)
+        if len(calls) == (2 if place == "serve_slot" else 1):  # as the probe, version 2 for a moment, gives way
+            raise KeyboardInterrupt
+        return real(*given)
+
+    monkeypatch.setattr(owner, place, struck)
+    with pytest.raises(KeyboardInterrupt):
+        strategy.push()
+    assert engine.version == engine.generate([[40, 41]], max_tokens=1).version == 1
+    assert engine.score(SEQUENCES) == scores
+    for _ in range(2):
+        strategy.push()
+    assert engine.generate([[40, 41]], max_tokens=1).version == engine.version > 1
+    strategy.canary.check(strategy._adapter.bundle(), scored=True)
+
+
 def test_a_probe_changes_nothing_of_the_trainer(dense, tmp_path):
     model, _, strategy = pair(dense, InPlaceTransport(tmp_path))
     model.train()

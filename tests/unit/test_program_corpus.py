@@ -1,15 +1,10 @@
-"""`program_match` on the programs of `programs/`, and in a sandbox elsewhere."""
+"""`program_match` on the programs of `programs/`."""
 
-import http.server
-import json
 import subprocess
-import sys
-import threading
 
 import pytest
 from corpus import RIGHT, programs
 
-from qlora_rl import RewardFunctionError
 from qlora_rl.rewards import program_match
 from qlora_rl.rewards import programs as judging
 from qlora_rl.rewards.judging.modes import objects_needed
@@ -79,62 +74,3 @@ def test_where_no_process_starts_only_that_program_fails(monkeypatch, caplog):
     monkeypatch.setattr(judging, "_GRACE_S", 0.1)
     assert program_match([ADD], tests=[ADDS], timeout_s=0.1) == [0.0]
     assert "starts no more processes" in caplog.text
-
-
-class Sandbox(http.server.BaseHTTPRequestHandler):
-    """SandboxFusion's `run_code`, without the sandbox."""
-
-    failing = False
-
-    def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        ran = subprocess.run(
-            [sys.executable, "-I", "-c", asked["code"]],
-            input=asked["stdin"],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        said = {
-            "status": "Success" if ran.returncode == 0 else "Failed",
-            "message": "",
-            "run_result": {
-                "status": "Finished",
-                "return_code": ran.returncode,
-                "stdout": ran.stdout,
-                "stderr": ran.stderr,
-            },
-        }
-        body = json.dumps({"status": "SandboxError", "message": "broken"} if self.failing else said).encode()
-        self.send_response(200 if self.path == "/run_code" else 404)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *arguments):
-        pass
-
-
-@pytest.fixture
-def sandbox():
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Sandbox) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-
-
-def test_programs_run_in_a_sandbox_elsewhere(sandbox, monkeypatch):
-    sums = [{"input": "1 2\n", "output": "3\n"}, {"input": "2 2\n", "output": "4"}]
-    prints = "print(sum(map(int, input().split())))"
-    wrong = ADD.replace("+", "-")
-    rewards = program_match(
-        [ADD, wrong, "import os; os._exit(0)", prints, "print(3)", "from __future__ import annotations\n" + ADD, ADD],
-        tests=[ADDS, ADDS, ADDS, sums, sums, ["from program import add", ADDS], None],
-        sandbox=sandbox,
-    )
-    assert rewards == [1.0, 0.0, 0.0, 1.0, 0.0, 1.0, None]
-    monkeypatch.setattr(Sandbox, "failing", True)
-    with pytest.raises(RewardFunctionError, match="SandboxError, broken"):
-        program_match([ADD], tests=[ADDS], sandbox=sandbox)
-    with pytest.raises(RewardFunctionError, match="gives no answer that can be read"):
-        program_match([ADD], tests=[ADDS], sandbox="http://127.0.0.1:9")

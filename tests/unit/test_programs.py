@@ -327,7 +327,7 @@ def test_once_a_line_says_how_many_rows_a_program_can_cheat(caplog):
 
 def test_a_run_says_before_it_starts_how_many_rows_a_program_can_cheat(caplog):
     rows = Dataset.from_dict({"asked": [ADDS, OBJECTS["identity"], ADDS], "prompt": ["a", "b", "c"]})
-    for arguments, said in (({"column": "asked"}, 1), ({"column": "asked", "sandbox": "http://x"}, 0), ({}, 0)):
+    for arguments, said in (({"column": "asked"}, 1), ({}, 0)):
         programs._SAID.clear()
         caplog.clear()
         tell_program_tests([Reward(use="program", arguments=arguments), Reward(use="exact_match")], rows)

@@ -13,7 +13,6 @@ from qlora_rl.cli import main
         ("chat . --top-p nan", "argument --top-p: nan is not finite and above 0 and at most 1"),
         ("eval . --data . --samples 0", "argument --samples: 0 is not at least 1"),
         ("eval . --data . --max-tokens ten", "argument --max-tokens: invalid whole number value: 'ten'"),
-        ("export . --shard-gb 0", "argument --shard-gb: 0 is not above 0"),
         ("plan M --rank 0", "argument --rank: 0 is not at least 1"),
         ("plan M --gpu-memory 24gbb", "argument --gpu-memory: '24gbb' is not a size such as 24 or '24GB'"),
         ("recommend M --gpu-memory 0", "argument --gpu-memory: '0' is not a size such as 24 or '24GB'"),
@@ -33,7 +32,7 @@ def test_a_number_out_of_range_is_bad_usage(words, said, capsys):
 @pytest.mark.parametrize(
     "words",
     [
-        "judge X", "judge . --base X", "export X", "export . --base X", "export . --data X", "export . --on X",
+        "judge X", "judge . --base X", "export X", "export . --base X", "export . --data X",
         "report . X", "chat X", "chat . --base X",
         "eval X", "eval . --data X", "eval . --base X",
     ],

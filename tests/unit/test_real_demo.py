@@ -35,23 +35,13 @@ def test_the_demos_files_are_a_run_that_can_start(tmp_path, chat_model, capsys):
 
 
 @pytest.mark.parametrize(
-    ("text", "reward"),
-    [
-        ('{"answer": 12}', 1.0),
-        (' {"answer": "12"}\n', 1.0),
-        ('{"answer": 13}', 0.5),
-        ('{"sum": 12}', 0.1),
-        ("[12]", 0.1),
-        ('{"answer": 12', 0.2),
-        ('The {"answer"} is {12}', 0.3),
-        ("12 is the answer.", 0.0),
-    ],
+    ("text", "reward"), [("12", 1.0), ("5 + 7 = 12.", 1.0), ("12 is 5 plus 7", 0.0), ("13", 0.0), ("twelve", 0.0)]
 )
-def test_an_answer_is_worth_more_the_closer_it_is_to_the_form(text, reward):
+def test_an_answer_is_worth_one_where_its_last_number_is_right(text, reward):
     path = files("qlora_rl.demo") / "real_project" / "rewards.py"
-    score = load_reward(f"{path}:json_form")
+    score = load_reward(f"{path}:right_number")
     completion = [{"role": "assistant", "content": text}]
-    assert score(completions=[completion], answer=["12"]) == [pytest.approx(reward)]
+    assert score(completions=[completion], answer=["12"]) == [reward]
 
 
 def test_the_commands_of_the_demo_run_in_order_until_one_fails(tmp_path, chat_model, monkeypatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import csv
 import io
 import json
 import os
@@ -19,10 +18,8 @@ import pytest
 from qlora_rl.errors import RunDirectoryError
 from qlora_rl.locks import hold
 from qlora_rl.report import read_run, summarise, write_report
-from qlora_rl.report.charts import Line, Reference, draw_chart, linear_axis, log_axis, smooth, thin_out
-from qlora_rl.report.outcomes import judge_sample
+from qlora_rl.report.charts import Line, Reference, draw_chart, log_axis, smooth, thin_out
 from qlora_rl.report.page import name_runs
-from qlora_rl.report.quantities import factor, octets, plain, seconds, share
 
 METRIC = dict(
     mismatch_kl=8e-5, ratio_p01=0.98, ratio_p50=1.0, ratio_p99=1.02, ess=0.999, sync_seconds=0.002, sync_bytes=1.3e6,
@@ -34,7 +31,6 @@ def make_run(path: Path, steps: int = 40, **files: object) -> Path:
     """A run directory. `files` replaces a file's content by its stem (text is written as it is), or drops it (None)."""
     path.mkdir(parents=True, exist_ok=True)
     metrics = [{"step": i + 1, "reward": (i + 1) / max(steps, 1), **METRIC} for i in range(steps)]
-    push = dict(version=1, mode="lora_adapter", bytes=1.3e6, tensors=392, export_seconds=5e-4, seconds=0.002)
     contents: dict[str, object] = {
         "config": {
             "model": "Qwen/Qwen3-0.6B",
@@ -42,14 +38,12 @@ def make_run(path: Path, steps: int = 40, **files: object) -> Path:
             "plan": {"strategy": "lora_adapter", "reasons": ["same base"]},
         },
         "metrics": "".join(json.dumps(m) + "\n" for m in metrics),
-        "sync": "".join(json.dumps({**push, "version": i}) + "\n" for i in range(steps)),
-        "summary": {"status": "finished", "accuracy_before": 0.31, "accuracy_after": 0.88, "eval_problems": 400},
-        "samples": [{"prompt": "1 + 1?", "answer": "2", "before": "I say 3", "after": "2"}],
+        "summary": {"status": "finished", "eval_before": 0.31, "eval_after": 0.88, "eval_prompts": 400},
         **files,
     }
     for stem, content in contents.items():
         if content is not None:
-            target = path / f"{stem}.{'jsonl' if stem in ('metrics', 'sync') else 'json'}"
+            target = path / f"{stem}.{'jsonl' if stem == 'metrics' else 'json'}"
             target.write_text(content if isinstance(content, str) else json.dumps(content))
     return path
 
@@ -60,7 +54,7 @@ def read_page(path: Path, against: tuple[Path, ...] = ()) -> str:
 
 def test_headline_says_the_result_in_plain_words(tmp_path):
     page = read_page(make_run(tmp_path / "a"))
-    assert "<h1>In 40 steps (16 s) the model went from 31 % to 88 % right on 400 problems it never saw.</h1>" in page
+    assert "<h1>In 40 steps (16 s) the reward rose from 0.31 to 0.88 on 400 held-out prompts.</h1>" in page
     assert "Trainer and sampler stayed together: median mismatch KL 8.0e-05" in page
 
 
@@ -68,10 +62,10 @@ def test_headline_says_the_result_in_plain_words(tmp_path):
     ("summary", "sentence"),
     [
         (
-            {"status": "finished", "accuracy_before": 0.6, "accuracy_after": 0.1},
-            "the model fell from 60 % to 10 % right",
+            {"status": "finished", "eval_before": 0.6, "eval_after": 0.1},
+            "the reward fell from 0.6 to 0.1 on held-out prompts",
         ),
-        ({"status": "finished", "accuracy_before": 0.6, "accuracy_after": 0.6}, "the model stayed at 60 % right"),
+        ({"status": "finished", "eval_before": 0.6, "eval_after": 0.6}, "the reward stayed at 0.6"),
         (
             {"status": "interrupted", "reward_first": 0.1, "reward_last": 0.5},
             "Interrupted after 40 steps (16 s): the reward",
@@ -112,9 +106,9 @@ def test_html_in_values_is_shown_and_not_obeyed(tmp_path):
         tmp_path / "<b>run",
         config={"model": evil, evil: evil, "plan": {"strategy": evil, "reasons": [evil]}, "versions": {evil: evil}},
         metrics=json.dumps({"step": 1, "reward": 1.0, evil: 2.0, **METRIC}) + "\n",
-        sync=json.dumps({"mode": evil, "bytes": 1, "seconds": 1.0}) + "\n",
         summary={"status": evil, "error": evil},
-        samples=[{"prompt": evil, "answer": evil, "before": evil, "after": [{"role": "user", "content": evil}]}],
+        eval=EVAL
+        | {"rows": [{"prompt": evil, "answer": evil, "before": evil, "after": [{"role": "user", "content": evil}]}]},
     )
     page = read_page(path, (make_run(tmp_path / "<i>other"),))
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
@@ -125,7 +119,7 @@ def test_html_in_values_is_shown_and_not_obeyed(tmp_path):
 
 def test_page_asks_nothing_of_any_network(tmp_path):
     sample = {"prompt": "see https://example.com/x.png", "answer": "2", "before": "url(http://a.b)", "after": "2"}
-    page = read_page(make_run(tmp_path / "a", samples=[sample]), (make_run(tmp_path / "b"),))
+    page = read_page(make_run(tmp_path / "a", eval=EVAL | {"rows": [sample]}), (make_run(tmp_path / "b"),))
     assert "default-src 'none'" in page.replace("&#x27;", "'")
     markup = re.sub(r">[^<]*<", "><", re.sub(r"<style>.*?</style>", "", page, flags=re.DOTALL))
     links = re.findall(r'\s(?:src|href|srcset|action|poster)="([^"]*)"', markup)
@@ -159,7 +153,7 @@ def test_resumed_run_keeps_the_later_record_of_a_step(tmp_path):
     assert read_run(make_run(tmp_path / "a", metrics=lines)).column("reward") == [0.1, 0.9, 0.3]
 
 
-@pytest.mark.parametrize("stem", ["config", "metrics", "sync", "summary", "samples", "rollouts", "eval"])
+@pytest.mark.parametrize("stem", ["config", "metrics", "summary", "rollouts", "eval"])
 @pytest.mark.parametrize("content", [None, "", "{", "null", "[]", "{}", '"text"', "\x00\ufffd"])
 def test_any_file_may_be_missing_or_hold_anything(tmp_path, stem, content):
     page = read_page(make_run(tmp_path / "a", **{stem: content}), (make_run(tmp_path / "b", **{stem: content}),))
@@ -174,7 +168,7 @@ def test_empty_directory_gives_a_page_that_says_so(tmp_path):
 
 
 def test_directory_that_is_not_there_is_rejected(tmp_path):
-    with pytest.raises(RunDirectoryError, match="is not a directory"):
+    with pytest.raises(RunDirectoryError):
         write_report(make_run(tmp_path / "a"), [tmp_path / "b"])
     assert not (tmp_path / "a" / "report.html").exists()
 
@@ -182,7 +176,7 @@ def test_directory_that_is_not_there_is_rejected(tmp_path):
 def test_nan_null_and_nonsense_values_become_gaps(tmp_path):
     values = ["NaN", "null", "Infinity", '"text"', "true", "1e999", "[1]", "9" * 400, "0.5", "-1e300"]
     lines = "".join(f'{{"step": {i}, "reward": {v}, "mismatch_kl": {v}}}\n' for i, v in enumerate(values))
-    path = make_run(tmp_path / "a", metrics=lines, summary='{"reward_last": NaN, "accuracy_after": null}')
+    path = make_run(tmp_path / "a", metrics=lines, summary='{"reward_last": NaN, "eval_after": null}')
     assert read_run(path).values("reward") == [0.5]
     page = read_page(path)
     shown = re.sub(r"<[^>]*>", " ", page[page.index("<main>") : page.index("</main>")])
@@ -201,10 +195,10 @@ def test_series_that_are_only_zero_or_constant_are_drawn(tmp_path):
 
 def test_other_runs_are_tabled_and_drawn_beside(tmp_path):
     slow = "".join(json.dumps({"step": i, "reward": 0.5, **METRIC, "sync_seconds": 0.6}) + "\n" for i in range(30))
-    page = read_page(make_run(tmp_path / "ours"), (make_run(tmp_path / "merge", metrics=slow, sync=None),))
+    page = read_page(make_run(tmp_path / "ours"), (make_run(tmp_path / "merge", metrics=slow),))
     table = page[page.index("Side by side") :]
-    assert re.search(r"Time per push</th><td[^>]*>2\.0 ms</td><td[^>]*>600 ms</td><td[^>]*>300 × less</td>", table)
-    assert page.count('class="bold s1"') == 2
+    assert re.search(r"Time per push</th><td[^>]*>2\.0 ms</td><td[^>]*>600 ms</td>", table)
+    assert page.count('class="bold s1"') == 3
     assert page.count('<i class="key s1"></i>merge') == 3
     assert "Side by side" not in read_page(tmp_path / "ours")
 
@@ -234,7 +228,7 @@ def test_page_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
 
 
 def test_half_a_surrogate_pair_does_not_stop_the_page(tmp_path):
-    path = make_run(tmp_path / "a", samples='[{"prompt": "\\ud83d", "answer": "2", "before": "", "after": "2"}]')
+    path = make_run(tmp_path / "a", rollouts='{"last": {"prompt": "\\ud83d", "rollouts": [{"completion": "2"}]}}')
     assert "<p>?</p>" in read_page(path)
 
 
@@ -251,65 +245,13 @@ def test_secrets_of_the_configuration_are_hidden(tmp_path):
     assert "<td>64</td>" in page
 
 
-def test_right_and_wrong_are_marked_by_sign_and_word(tmp_path):
-    page = read_page(make_run(tmp_path / "a"))
-    assert "✗ wrong" in page
-    assert "✓ right" in page
-    assert "Of these 1, 0 were right before and 1 after." in page
-
-
-@pytest.mark.parametrize(
-    ("text", "answer", "is_right"),
-    [
-        ("The sum is 1,042.", "1042", True),
-        ("42 is not 43", "42", False),
-        ("<answer>42</answer>", 42, True),
-        (r"\boxed{-7}", "-7", True),
-        ("It is ACD.", "acd", True),
-        ("dca", "acd", False),
-        ("no number", "3", False),
-        (None, "3", None),
-        ("3", None, None),
-    ],
-)
-def test_sample_is_judged_by_how_its_text_ends(text, answer, is_right):
-    assert judge_sample({"answer": answer, "after": text}, "after") is is_right
-
-
-def test_verdict_of_the_run_outweighs_the_text():
-    assert judge_sample({"answer": "3", "after": "3", "after_right": False}, "after") is False
-
-
 def test_summary_fills_in_what_the_file_leaves_out(tmp_path):
     facts = summarise(read_run(make_run(tmp_path / "a", summary={"sync_seconds_median": 9.0})))
     assert facts["sync_seconds_median"] == 9.0
     assert facts["mismatch_kl_max"] == 8e-5
     assert facts["reward_last"] == pytest.approx(fmean([37, 38, 39, 40]) / 40)  # float sums differ in the last bit
     assert facts["step_seconds_mean"] == pytest.approx(0.4)
-    assert facts["accuracy_after"] is None
-
-
-@pytest.mark.parametrize(
-    ("say", "value", "text"),
-    [
-        (plain, 8.2e-5, "8.2e-05"), (plain, 0, "0"), (plain, 0.3125, "0.312"), (plain, 17856.2, "17,856"),
-        (plain, 999.7, "1,000"), (plain, -2, "−2"), (plain, float("nan"), "–"), (plain, True, "–"), (plain, "3", "–"),
-        (seconds, 0.0021, "2.1 ms"), (seconds, 104, "104 s"), (seconds, 1.13, "1.1 s"), (seconds, 4.2e-5, "42 µs"),
-        (seconds, 745, "12 min"), (seconds, 12000, "3 h 20 min"), (seconds, 0.99999, "1.0 s"),
-        (octets, 1.31e6, "1.3 MB"), (octets, 512, "512 B"), (octets, 999_999, "1.0 MB"), (octets, 1.19e9, "1.2 GB"),
-        (share, 0.3125, "31 %"), (share, 0.004, "0.4 %"), (share, 0.9996, "100 %"), (share, 1e-6, "< 0.1 %"), (share,
-            1, "100 %"),
-    ],
-)  # fmt: skip
-def test_numbers_are_said_as_people_read_them(say, value, text):
-    assert say(value).replace("\u202f", " ") == text
-
-
-def test_factors_compare_and_never_divide_by_zero():
-    said = [
-        factor(a, b).replace("\u202f", " ") for a, b in ((1, 412), (1.3, 1), (2, 2), (0, 1), (1, 0), (0, 0), (None, 1))
-    ]
-    assert said == ["410 × less", "1.3 × more", "the same", "–", "–", "the same", "–"]
+    assert facts["eval_after"] is None
 
 
 def test_thinning_keeps_every_spike():
@@ -324,17 +266,6 @@ def test_thinning_keeps_every_spike():
 
 def test_smoothing_leaves_gaps_and_does_not_count_them():
     assert smooth([1.0, None, 3.0, 5.0], 3, fmean) == [1.0, None, 4.0, 4.0]
-
-
-@pytest.mark.parametrize(
-    "values", [[0.0], [1e-320], [5.0, 5.0], [-3, 8], [1e99, -1e99], [0.031, 0.88], [1e-9, 3e-9], []]
-)
-def test_linear_axis_holds_its_data_between_a_few_ticks(values):
-    axis = linear_axis(values)
-    assert 2 <= len(axis.ticks) <= 9
-    assert axis.low <= min(values, default=0)
-    assert axis.high >= max(values, default=0)
-    assert axis.ticks == tuple(sorted(set(axis.ticks)))
 
 
 @pytest.mark.parametrize("values", [[0.015], [0.0, 0.0], [1e-12, 0.015], [0.9, 1.1], [1e-299, 1e99], [0.5, 0.5], []])
@@ -361,10 +292,6 @@ def test_chart_speaks_to_those_who_cannot_see_it():
 def test_lone_point_between_gaps_is_a_dot():
     chart = draw_chart("t", "y", [Line("ours", [1, 2, 3], [None, 0.5, None])])
     assert re.search(r'<path d="M500 [\d.]+h0" class="bold s0">', chart)
-
-
-def test_chart_without_a_value_is_not_drawn():
-    assert draw_chart("t", "y", [Line("ours", [1, 2], [None, float("nan")])]) is None
 
 
 # --- what the model wrote ---------------------------------------------------------------------------------------------
@@ -406,10 +333,6 @@ def test_rollouts_are_shown_with_their_rewards(tmp_path):
         "(nothing)",
     ):
         assert said in page
-    (held,) = re.findall(r'href="data:text/csv;base64,([^"]*)" download="rollouts.csv"', page)
-    rows = list(csv.DictReader(io.StringIO(base64.b64decode(held).decode())))
-    assert [row["step"] for row in rows] == ["1", "1", "40", "40"]
-    assert rows[0] == {"step": "1", "prompt": "2+2?", "completion": "4", "right": "1.0", "short": "0.5"}
 
 
 def test_images_of_a_prompt_are_shown_small_and_nothing_else_is_shown_as_an_image(tmp_path):
@@ -503,10 +426,10 @@ GRPO = {
 
 def write_lines(path, lines, **files):
     metrics = "".join(json.dumps(line) + "\n" for line in lines)
-    return make_run(path, metrics=metrics, sync=None, summary={"status": "finished"}, **files)
+    return make_run(path, metrics=metrics, summary={"status": "finished"}, **files)
 
 
-def test_the_health_of_a_training_is_there_and_can_be_downloaded(tmp_path):
+def test_the_health_of_a_training_is_there(tmp_path):
     metrics = "".join(json.dumps({"step": i, "reward": 0.5, **GRPO}) + "\n" for i in (1, 2, 3))
     page = read_page(make_run(tmp_path / "a", metrics=metrics))
     assert "<h2>Training health</h2>" in page
@@ -522,10 +445,6 @@ def test_the_health_of_a_training_is_there_and_can_be_downloaded(tmp_path):
     ):
         assert f"<h3>{title}</h3>" in page
     assert "<h3>GPU memory</h3>" not in page  # not logged
-    (held,) = re.findall(r'href="data:text/csv;base64,([^"]*)"', page)
-    rows = list(csv.DictReader(io.StringIO(base64.b64decode(held).decode())))
-    assert [row["step"] for row in rows] == ["1", "2", "3"]
-    assert all(float(row[name]) == value for row in rows for name, value in GRPO.items())
 
 
 def test_what_to_look_at_is_on_top_and_names_the_way_out(tmp_path):
@@ -580,8 +499,6 @@ def test_an_evaluation_is_in_the_headline(tmp_path, policy, error, said):
     assert f"In 40 steps (16 s) {said}." in read_page(
         make_run(tmp_path / "a", eval=found, summary={"status": "finished"})
     )
-    known = make_run(tmp_path / "b", eval=found)  # the run's own evaluation goes first
-    assert "88 % right on 400 problems" in read_page(known)
 
 
 def test_the_time_of_a_step_is_one_wherever_it_is_told(tmp_path):
@@ -595,11 +512,6 @@ def test_the_time_of_a_step_is_one_wherever_it_is_told(tmp_path):
     assert '<dt>Time per step</dt><dd class="big">800 ms</dd><dd class="small">median; mean 13 s</dd>' in page
     assert '<span>a</span><span class="num">800 ms</span>' in page
     assert "steps per second" not in page.lower()
-
-
-def test_shares_that_are_all_zero_have_no_negative_axis():
-    assert (linear_axis([0.0, 0.0]).low, linear_axis([0.0]).high) == (0.0, 1.0)
-    assert linear_axis([-1.0, -1.0]).low < -1.0 < linear_axis([-1.0, -1.0]).high
 
 
 def test_a_run_whose_process_lives_is_running(tmp_path):

@@ -20,7 +20,7 @@ def examples_of(path: Path, column: str, steps: int = 30, **config: object) -> P
     ]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     summary = {"status": "finished", "steps": steps}
-    return make_run(path, metrics=text, config=config, summary=summary, sync=None, samples=None)
+    return make_run(path, metrics=text, config=config, summary=summary)
 
 
 @pytest.mark.parametrize(
@@ -55,22 +55,31 @@ def test_steps_that_were_planned_are_those_of_trls_config(tmp_path):
     assert read_run(make_run(tmp_path / "b", config={"sft": {"max_steps": -1}})).planned_steps is None
 
 
-def test_a_step_is_taken_apart_with_the_proof_of_its_push(tmp_path):
-    lines = "".join(json.dumps({"step": i, "reward": 0.5, **METRIC, "canary_seconds": 0.1}) + "\n" for i in range(5))
-    page = read_page(make_run(tmp_path / "a", metrics=lines))
-    assert (
-        "a: sampler writes answers 200 ms, trainer scores and learns 98 ms, push to the sampler 2.0 ms, check of the "
-        "push 100 ms" in page
-    )
-    assert "check of the push</th>" not in read_page(make_run(tmp_path / "b"))  # there is none
+CHECKED = {"canary_seconds": 0.1}
+SLEPT = CHECKED | {"sleep_seconds": 0.02, "wake_seconds": 0.03}
 
 
-def test_a_step_is_taken_apart_with_the_sleep_of_its_engine(tmp_path):
-    times = {"canary_seconds": 0.1, "sleep_seconds": 0.02, "wake_seconds": 0.03}
+@pytest.mark.parametrize(
+    ("times", "said", "absent"),
+    [
+        (
+            CHECKED,
+            "a: sampler writes answers 200 ms, trainer scores and learns 98 ms, push to the sampler 2.0 ms, "
+            "check of the push 100 ms",
+            "check of the push</th>",
+        ),
+        (
+            SLEPT,
+            "learns 48 ms, push to the sampler 2.0 ms, check of the push 100 ms, sampler sleeps and wakes 50 ms",
+            "sleeps and wakes",
+        ),
+    ],
+    ids=["the proof of its push", "the sleep of its engine"],
+)
+def test_a_step_is_taken_apart(tmp_path, times, said, absent):
     lines = "".join(json.dumps({"step": i, "reward": 0.5, **METRIC, **times}) + "\n" for i in range(5))
-    page = read_page(make_run(tmp_path / "a", metrics=lines))
-    assert "learns 48 ms, push to the sampler 2.0 ms, check of the push 100 ms, sampler sleeps and wakes 50 ms" in page
-    assert "sleeps and wakes" not in read_page(make_run(tmp_path / "b"))
+    assert said in read_page(make_run(tmp_path / "a", metrics=lines))
+    assert absent not in read_page(make_run(tmp_path / "b"))  # there is none
 
 
 def test_a_run_that_draws_ahead_is_charged_with_its_waits_and_says_how_old_its_answers_were(tmp_path):

@@ -91,7 +91,7 @@ def test_a_function_of_an_installed_package_is_found():
         ("/nowhere/a.py:f", {}, "there is no file /nowhere/a.py"),
         ("no_such_package.at_all:f", {}, "there is no module 'no_such_package.at_all'"),
         ("format", {}, "'format' needs pattern"),
-        ("exact", {"colum": "solution"}, "'exact' takes no 'colum'. It takes completions, column"),
+        ("exact", {"colum": "solution"}, "'exact' takes no 'colum'. It takes column"),
         ("FILE:strict", {"word": "a"}, "takes no 'word'"),
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qlora_rl import compare, prepare_base
-from qlora_rl.base.fingerprint import digest_plain, fingerprint_stored
+from qlora_rl.base.fingerprint import digest_bytes, digest_plain, fingerprint_stored
 from qlora_rl.base.reader import StoredTensors
 from qlora_rl.base.shards import Shard, join_shards
 from qlora_rl.engine.worker.parallel import Place, held_digests, held_pieces, places_of
@@ -157,8 +157,6 @@ def pieces(whole, layers):
 
 
 def test_the_pieces_of_an_adapter_are_the_adapter(adapter):
-    from qlora_rl.base.fingerprint import digest_bytes
-
     whole, layers = adapter
     assert held_digests(pieces(whole, layers)) == {name: digest_bytes(tensor) for name, tensor in whole.items()}
     whole["row.lora_B.weight"].zero_()

@@ -193,12 +193,3 @@ def test_a_beat_that_is_at_work_when_it_is_stopped_ends_first():
     assert ended >= 1
     time.sleep(0.05)
     assert len(calls) == ended
-
-
-@pytest.mark.parametrize("place", ["first", "second"])
-def test_a_command_that_a_test_calls_here_quietens_no_other_test(place):
-    """`tests/conftest.py` puts it back: transformers' level decides what a trainer shows."""
-    import transformers
-
-    assert transformers.logging.get_verbosity() < transformers.logging.ERROR
-    transformers.logging.set_verbosity_error()

@@ -135,39 +135,41 @@ def test_a_start_that_lacks_something_is_rejected_with_the_reason(loaded, fields
         start_adapter(loaded, config)
 
 
-def test_a_rank_above_what_the_weight_has_is_rejected(loaded, model_dir):
-    with pytest.raises(AdapterRejectedError, match="Lower r"):
-        start_adapter(copy.deepcopy(loaded), lora(r=200, init_lora_weights="pissa"))
-    with pytest.raises(AdapterRejectedError, match="holds no"):
-        start_adapter(
-            copy.deepcopy(loaded), lora(init_lora_weights="loftq", loftq_config=LoftQConfig()), original="/nonexistent"
-        )
-    with pytest.raises(AdapterRejectedError, match=r"r=200 > 128.*Lower r"):
-        start_adapter(
-            copy.deepcopy(loaded),
-            lora(r=200, init_lora_weights="loftq", loftq_config=LoftQConfig()),
-            original=model_dir,
-        )
+def loftq(**fields):
+    return lora(init_lora_weights="loftq", loftq_config=LoftQConfig(), **fields)
+
+
+def eva(rho):
+    return lora(init_lora_weights="eva", eva_config=EvaConfig(rho=rho))
+
+
+FEW = [{**BATCHES[0], "labels": IDS.where(IDS > 50, -100)}]
 
 
 @pytest.mark.parametrize(
-    ("batches", "rho", "said"),
-    [(BATCHES, 17.0, "64 tokens"), ([{**BATCHES[0], "labels": IDS.where(IDS > 50, -100)}], 16.0, "rho"), ([], 1.0,
-    "empty")],
-    ids=["too many directions", "few labels", "no batches"],
-)  # fmt: skip
-def test_eva_of_fewer_tokens_than_directions_is_rejected_and_does_not_run_for_ever(loaded, batches, rho, said):
-    config = lora(init_lora_weights="eva", eva_config=EvaConfig(rho=rho))
+    ("config", "batches", "original", "said"),
+    [
+        (lambda: lora(r=200, init_lora_weights="pissa"), None, None, "Lower r"),
+        (loftq, None, "/nonexistent", "holds no"),
+        (lambda: loftq(r=200), None, "the model", "r=200 > 128"),
+        (lambda: loftq(use_dora=True), BATCHES, "the model", "use_dora"),
+        (
+            lambda: lora(init_lora_weights="corda", use_dora=True, corda_config=CordaConfig()),
+            BATCHES,
+            "the model",
+            "use_dora",
+        ),
+        (lambda: eva(17.0), BATCHES, None, "64 tokens"),  # otherwise it would run for ever
+        (lambda: eva(16.0), FEW, None, "rho"),
+        (lambda: eva(1.0), [], None, "empty"),
+    ],
+)
+def test_a_start_that_the_weights_or_batches_do_not_allow_is_rejected(
+    loaded, model_dir, config, batches, original, said
+):
+    given = {"batches": batches, "original": model_dir if original == "the model" else original}
     with pytest.raises(AdapterRejectedError, match=said):
-        start_adapter(copy.deepcopy(loaded), config, batches=batches)
-
-
-@pytest.mark.parametrize("start", ["corda", "loftq"])
-def test_dora_beside_a_start_that_it_does_not_know_is_rejected(loaded, model_dir, start):
-    more = {"corda": {"corda_config": CordaConfig()}, "loftq": {"loftq_config": LoftQConfig()}}[start]
-    config = lora(init_lora_weights=start, use_dora=True, **more)
-    with pytest.raises(AdapterRejectedError, match="use_dora"):
-        start_adapter(copy.deepcopy(loaded), config, batches=BATCHES, original=model_dir)
+        start_adapter(copy.deepcopy(loaded), config(), **{k: v for k, v in given.items() if v is not None})
 
 
 def test_a_deep_copy_of_a_started_model_trains_as_the_model_does(loaded):

@@ -11,10 +11,12 @@ import torch
 from kinds import ADAPTER, FULL_WEIGHTS, KINDS, lora
 from peft import PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors.torch import load_file, save_file
 from support import make_model
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import AutoModelForCausalLM
 
-from qlora_rl import AdapterRejectedError, export_adapter, judge_adapter
+from qlora_rl import AdapterRejectedError, bake_base, export_adapter, judge_adapter
 from qlora_rl.adapter import methods
 from qlora_rl.adapter.export import read_adapter
 from qlora_rl.adapter.inspected import shorten_lora
@@ -48,7 +50,6 @@ def untied_dir(tmp_path_factory):
 @pytest.fixture(scope="module")
 def build(model_dir, untied_dir):
     """A live model of a kind, with random values in everything that is trained."""
-    from transformers import AutoModelForCausalLM
 
     def make(kind):
         if kind.needs:
@@ -71,11 +72,16 @@ def build(model_dir, untied_dir):
 
 @pytest.mark.parametrize("name", BUILT)
 def test_the_verdict_of_every_kind(build, name):
+    """What is not plain LoRA is not exported either."""
     kind = KINDS[name]
-    verdict = judge_adapter(build(kind))
+    model = build(kind)
+    verdict = judge_adapter(model)
     assert verdict.kind == kind.verdict, verdict.reasons
     assert bool(verdict.reasons) == (kind.verdict != "adapter")
     assert any(kind.word in reason for reason in verdict.reasons) or not kind.word
+    if kind.verdict != "adapter":
+        with pytest.raises(AdapterRejectedError):
+            export_adapter(model)
 
 
 def test_what_decides_is_said_first(model_dir):
@@ -85,12 +91,6 @@ def test_what_decides_is_said_first(model_dir):
     assert verdict.kind == "reject"
     assert "ties its output head" in verdict.reasons[0]
     assert "sync='weights'" in verdict.reasons[1]
-
-
-@pytest.mark.parametrize("name", [n for n, k in BUILT.items() if k.verdict != "adapter"])
-def test_what_is_not_plain_lora_is_not_exported(build, name):
-    with pytest.raises(AdapterRejectedError):
-        export_adapter(build(KINDS[name]))
 
 
 def test_every_method_in_pefts_registry_has_a_verdict_and_a_row():
@@ -172,8 +172,22 @@ def test_lily_is_not_affine(build):
         assert not torch.allclose(layer(x_TI[None])[0], x_TI @ weight_IO + bias_O, atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("with_base", [True, False], ids=["with the base", "alone"])
-@pytest.mark.parametrize("name", [n for n in BUILT if n not in LIVE_ONLY])
+# Without its base a directory is judged by the same rules: one of each verdict, and those that get another one then.
+STORED = [name for name in BUILT if name not in LIVE_ONLY]
+ALONE = {"qalora-unused", "BEFT-homeless", "lora-bias-homeless", *ADAPTER}
+ALONE |= {next(name for name in STORED if KINDS[name].verdict == verdict) for verdict in ("full_weights", "reject")}
+
+
+@pytest.mark.parametrize(
+    ("name", "with_base"),
+    [
+        *(pytest.param(name, True, id=f"{name}-with the base") for name in STORED),
+        *(
+            pytest.param(name, False, id=f"{name}-alone", marks=() if name in ALONE else pytest.mark.full)
+            for name in STORED
+        ),
+    ],
+)
 def test_a_directory_gets_the_verdict_of_the_live_model(build, tmp_path, model_dir, name, with_base):
     live = build(KINDS[name])
     live.save_pretrained(tmp_path, save_embedding_layers=False)
@@ -203,8 +217,6 @@ def test_a_directory_in_canonical_form_is_the_export_of_the_live_model(build, tm
 
 def test_a_converted_pissa_is_plain_lora(build, model_dir, tmp_path):
     """The way out that the reason names."""
-    from transformers import AutoModelForCausalLM
-
     model = get_peft_model(
         AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32), lora(init_lora_weights="pissa")
     )
@@ -246,26 +258,27 @@ def test_an_adapter_for_another_base_is_rejected(build, base, tmp_path):
 
 
 def test_an_adapter_on_its_own_base_baked_is_at_home(build, base, tmp_path):
-    from qlora_rl import bake_base
-
     build(ADAPTER["plain"]).save_pretrained(tmp_path / "a")
     write_origin(tmp_path / "a", base.identity)
     assert judge_adapter(tmp_path / "a", base=bake_base(base, out=tmp_path / "baked").path).kind == "adapter"
 
 
-def test_a_directory_that_is_none_is_said_to_be_none(build, model_dir, tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    with pytest.raises(AdapterRejectedError, match="no such directory"):
-        judge_adapter(tmp_path / "nothing")
-    with pytest.raises(AdapterRejectedError, match=r"it holds no adapter \(adapter_config\.json\)"):
-        judge_adapter(tmp_path)
+def test_what_holds_no_adapter_is_said_to_hold_none(tmp_path):
+    (tmp_path / "empty").mkdir()
     (tmp_path / "adapter_config.json").write_text("{")
-    with pytest.raises(AdapterRejectedError, match="it is a file"):
-        judge_adapter(tmp_path / "adapter_config.json")
-    with pytest.raises(AdapterRejectedError, match=r"holds no config\.json"):
-        judge_adapter(tmp_path, base=tmp_path)
+    for place, base, said in (
+        (tmp_path / "nothing", None, "no such directory"),
+        ("a" * 5000, None, "no such directory"),
+        (tmp_path / "empty", None, r"adapter_config\.json"),
+        (tmp_path / "adapter_config.json", None, "it is a file"),
+        (tmp_path, tmp_path, r"no config\.json"),
+    ):
+        with pytest.raises(AdapterRejectedError, match=said):
+            judge_adapter(place, base=base)
     assert "cannot be read by PEFT" in judge_adapter(tmp_path).reasons[0]
+
+
+def test_a_directory_whose_weights_are_damaged_is_rejected(build, model_dir, tmp_path):
     build(ADAPTER["plain"]).save_pretrained(tmp_path)
     weights = tmp_path / "adapter_model.safetensors"
     tensors = load_file(weights)
@@ -307,24 +320,14 @@ def test_judging_a_directory_holds_no_weight_of_the_base(build, base, tmp_path):
 def test_the_command_says_it_with_its_exit_code(build, tmp_path, capsys, name, code):
     from qlora_rl.cli import main
 
-    build(KINDS[name]).save_pretrained(tmp_path)
-    assert main(["judge", str(tmp_path), "--json"]) == code
+    build(KINDS[name]).save_pretrained(tmp_path / "run" / "adapter")
+    assert main(["judge", str(tmp_path / "run" / "adapter"), "--json"]) == code
     found = json.loads(capsys.readouterr().out)
     assert (found["kind"], bool(found["reasons"])) == (KINDS[name].verdict, code != 0)
-    assert main(["judge", str(tmp_path)]) == code
-    said = capsys.readouterr().out
-    assert str(tmp_path) in said
-    assert all(reason in said for reason in found["reasons"])
-    (tmp_path / "run").mkdir()
-    build(KINDS[name]).save_pretrained(tmp_path / "run" / "adapter")
     assert main(["judge", str(tmp_path / "run")]) == code
-    capsys.readouterr()
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "file").touch()
-    others = {"empty": "it holds no adapter", "file": "it is a file"}
-    for other, said in others.items():
-        assert main(["judge", str(tmp_path / other)]) == 1
-        assert said in capsys.readouterr().err
+    said = capsys.readouterr().out
+    assert all(reason in said for reason in found["reasons"])
+    assert main(["judge", str(tmp_path)]) == 1
 
 
 # What a hostile reader found: each was taken for plain LoRA while the model computed something else.
@@ -412,10 +415,6 @@ def base_of_the_other_is_cut(model):
     model.set_adapter("default")
 
 
-def unfrozen_under_a_name(model):
-    model.get_base_model().model.norm.weight.requires_grad_(True)
-
-
 @pytest.mark.parametrize(
     ("config", "change", "kind", "word"),
     [
@@ -454,8 +453,6 @@ def test_what_the_live_model_has_become_is_seen(build, config, change, kind, wor
 
 @pytest.mark.parametrize("name", ["model", "0", "weight", "lora_A", "q_proj", "base_layer"])
 def test_an_adapters_name_hides_nothing(model_dir, name):
-    from transformers import AutoModelForCausalLM
-
     model = get_peft_model(
         AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32), lora(), adapter_name=name
     )
@@ -468,8 +465,6 @@ def test_an_adapters_name_hides_nothing(model_dir, name):
 
 
 def test_a_second_method_in_the_same_model_is_seen(model_dir):
-    from transformers import AutoModelForCausalLM
-
     base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     get_peft_model(base, peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
     verdict = judge_adapter(get_peft_model(base, lora(target_modules=["v_proj"])))
@@ -478,8 +473,6 @@ def test_a_second_method_in_the_same_model_is_seen(model_dir):
 
 
 def test_a_peft_model_inside_a_peft_model_is_rejected(model_dir):
-    from transformers import AutoModelForCausalLM
-
     inner = get_peft_model(
         AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32), lora(target_modules=["q_proj"])
     )
@@ -490,8 +483,6 @@ def test_a_peft_model_inside_a_peft_model_is_rejected(model_dir):
 
 
 def test_a_model_that_peft_did_not_wrap_is_told_so(model_dir):
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(model_dir)
     model.add_adapter(lora())
     assert "Pass a PeftModel" in judge_adapter(model).reasons[0]
@@ -499,11 +490,12 @@ def test_a_model_that_peft_did_not_wrap_is_told_so(model_dir):
     assert judge_adapter(mixed).kind == "reject"
 
 
-def test_wrappers_of_torch_do_not_get_into_the_names(build):
+@pytest.mark.parametrize("wrap", [torch.compile, checkpoint_wrapper])
+def test_wrappers_of_torch_do_not_get_into_the_names(build, wrap):
     model = build(ADAPTER["plain"])
     wanted = export_adapter(model).tensors
     layers = model.get_base_model().model.layers
-    layers[0] = torch.compile(layers[0])
+    layers[0] = wrap(layers[0])
     found = export_adapter(model).tensors
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[n], t) for n, t in wanted.items())
@@ -519,19 +511,7 @@ def test_a_layer_that_stands_in_two_places_is_exported_for_both(build):
     assert all(torch.equal(found[n.replace(".layers.0.", ".layers.1.")], t) for n, t in first.items())
 
 
-def test_activation_checkpointing_does_not_get_into_the_names(build):
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-    model = build(ADAPTER["plain"])
-    wanted = export_adapter(model).tensors
-    layers = model.get_base_model().model.layers
-    layers[1] = checkpoint_wrapper(layers[1])
-    assert export_adapter(model).tensors.keys() == wanted.keys()
-
-
 def test_the_head_is_found_whatever_it_is_called(model_dir):
-    from transformers import AutoModelForCausalLM
-
     base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     base.to_words, base.lm_head = base.lm_head, torch.nn.Identity()
     base.get_output_embeddings = lambda: base.to_words
@@ -540,8 +520,6 @@ def test_the_head_is_found_whatever_it_is_called(model_dir):
 
 
 def test_x_lora_is_rejected_live(build, model_dir, tmp_path):
-    from transformers import AutoModelForCausalLM
-
     build(ADAPTER["plain"]).save_pretrained(tmp_path)
     base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     base.config.use_cache = False
@@ -552,8 +530,6 @@ def test_x_lora_is_rejected_live(build, model_dir, tmp_path):
 
 
 def test_shadow_and_adaption_prompts_are_rejected_live(build, tmp_path):
-    from transformers import AutoModelForCausalLM
-
     llama = AutoModelForCausalLM.from_pretrained(
         make_model(tmp_path / "llama", architecture="llama"), dtype=torch.float32
     )
@@ -563,8 +539,6 @@ def test_shadow_and_adaption_prompts_are_rejected_live(build, tmp_path):
 
 def test_a_run_keeps_what_the_live_layers_multiplied_with(build, model_dir, tmp_path):
     """`set_scale`, and patterns that overlap and are sorted by PEFT when it saves them."""
-    from transformers import AutoModelForCausalLM
-
     from qlora_rl.train.run import RunDirectory
 
     overlapping = ADAPTER["plain"].__class__(
@@ -587,7 +561,7 @@ def test_a_run_keeps_what_the_live_layers_multiplied_with(build, model_dir, tmp_
 
 def test_a_scale_that_float16_cannot_hold_is_rejected(build):
     model = build(ADAPTER["plain"].__class__("", lambda: lora(lora_alpha=2_000_000), "adapter"))
-    with pytest.raises(AdapterRejectedError, match="too large for float16 at model"):
+    with pytest.raises(AdapterRejectedError, match="float16 at model"):
         export_adapter(model, dtype=torch.float16)
 
 
@@ -596,34 +570,26 @@ def edit(file, **changes):
 
 
 @pytest.mark.parametrize(
-    ("changes", "word"),
+    ("changes", "kind", "word"),
     [
-        ({"use_telepathy": True}, "asks for use_telepathy=True"),
-        ({"init_lora_weights": "milora"}, "is an unknown initialisation"),
-        ({"use_qalora": True}, "Name it: base="),
-        ({"fan_in_fan_out": True}, "Name it: base="),
+        ({"use_telepathy": True}, "reject", "use_telepathy=True"),
+        ({"init_lora_weights": "milora"}, "reject", "initialisation"),
+        ({"use_qalora": True}, "reject", "base="),
+        ({"fan_in_fan_out": True}, "reject", "base="),
+        ({"enable_lora": None, "merge_weights": False}, "adapter", ""),
+        ({"base_model_name_or_path": 5}, "adapter", ""),
+        ({"base_model_name_or_path": "x" * 5000}, "adapter", ""),
+        ({"base_model_name_or_path": None}, "adapter", ""),
+        ({"base_model_name_or_path": ["a"]}, "adapter", ""),
     ],
-    ids=["a newer PEFT", "unknown start", "qalora", "fan in"],
+    ids=["a newer PEFT", "unknown start", "qalora", "fan in", "old, off", "number", "long", "none", "list"],
 )
-def test_what_a_config_asks_for_is_not_left_out_in_silence(build, tmp_path, changes, word):
+def test_what_a_config_asks_for_is_not_left_out_in_silence(build, tmp_path, changes, kind, word):
     build(ADAPTER["plain"]).save_pretrained(tmp_path)
-    edit(tmp_path / "adapter_config.json", base_model_name_or_path="someone/else", **changes)
+    edit(tmp_path / "adapter_config.json", **{"base_model_name_or_path": "someone/else"} | changes)
     verdict = judge_adapter(tmp_path)
-    assert verdict.kind == "reject", verdict
+    assert verdict.kind == kind, verdict
     assert word in " ".join(verdict.reasons)
-
-
-def test_old_settings_that_are_off_do_no_harm(build, tmp_path):
-    build(ADAPTER["plain"]).save_pretrained(tmp_path)
-    edit(tmp_path / "adapter_config.json", enable_lora=None, merge_weights=False)
-    assert judge_adapter(tmp_path).kind == "adapter"
-
-
-@pytest.mark.parametrize("name", [5, "x" * 5000, None, ["a"]])
-def test_a_base_that_is_no_name_is_none(build, tmp_path, name):
-    build(ADAPTER["plain"]).save_pretrained(tmp_path)
-    edit(tmp_path / "adapter_config.json", base_model_name_or_path=name)
-    assert judge_adapter(tmp_path).kind == "adapter"
 
 
 @pytest.mark.parametrize("content", ["[]", "5", "null", "{", '{"base_identity": 5}'])
@@ -633,8 +599,6 @@ def test_damaged_notes_get_a_verdict(build, base, tmp_path, content):
     verdict = judge_adapter(tmp_path, base=base.path)
     assert verdict.kind == "reject"
     assert "damaged" in verdict.reasons[0]
-    with pytest.raises(AdapterRejectedError, match="no such directory"):
-        judge_adapter("a" * 5000)
 
 
 def test_no_code_of_the_base_is_run_and_nobody_is_asked(build, tmp_path, monkeypatch):
@@ -653,8 +617,6 @@ def test_no_code_of_the_base_is_run_and_nobody_is_asked(build, tmp_path, monkeyp
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e4m3fn])
 def test_matrices_of_another_kind_of_number_are_rejected(build, tmp_path, dtype):
-    from safetensors.torch import load_file, save_file
-
     build(ADAPTER["plain"]).save_pretrained(tmp_path)
     file = tmp_path / "adapter_model.safetensors"
     save_file({n: t.to(dtype) for n, t in load_file(file).items()}, file)

@@ -9,7 +9,7 @@ import httpx
 import pytest
 import torch
 
-from qlora_rl import ConfigConflictError, EngineBrokenError, ServerTakenError, SyncError, VersionGoneError
+from qlora_rl import EngineBrokenError, ServerTakenError, SyncError, VersionGoneError
 from qlora_rl.base.fingerprint import digest_plain
 from qlora_rl.engine.server.auth import Visits
 from qlora_rl.engine.server.served_adapter import ServedPolicy
@@ -158,12 +158,11 @@ def test_of_two_trainers_one_that_is_lost_in_a_push_leaves_a_whole_version_and_t
     pytest.importorskip("vllm")
     from fastapi import FastAPI
 
-    from qlora_rl.engine.server.routes import PREFIX, Api
-    from qlora_rl.engine.server.trainer_lock import TrainerLock
+    from qlora_rl.engine.server.routes import PREFIX, Api, TrainerLock
 
     weights, lease, app = made(tmp_path), TrainerLock(0.3), FastAPI()
     policy = ServedPolicy(weights.engine, {}, SimpleNamespace(root=tmp_path), {}, 0, 64, Visits(), weights)
-    app.include_router(Api(policy, {}, 10**7, lease).router())
+    app.include_router(Api(policy, {}, lease).router())
     blob = b"".join(encode_part([("a", WEIGHT)]))
 
     async def run():
@@ -206,71 +205,3 @@ def test_of_two_trainers_one_that_is_lost_in_a_push_leaves_a_whole_version_and_t
                 await policy.score([], False, (1, first, False))
 
     asyncio.run(run())
-
-
-class Worker(Engine):
-    """Says of each call what it was; `why` is what is wrong with a part."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls, self.why = [], ""
-
-    async def collective_rpc(self, call, args=()):
-        self.calls.append(call)
-        return [self.why if call == "qlora_take_carried" else [] if call == "qlora_missing_carried" else ""]
-
-
-PART = {"checksum": "7", "nbytes": 64, "places": [], "ticket": {}}
-
-
-def carried(test):
-    """Run a test of a push that was begun by another way than files."""
-
-    async def run():
-        weights = ServedWeights(Worker(), None, {"a": digest_plain(WEIGHT)})
-        begun = await weights.begin("me", 1, {"way": "gloo"})
-        await test(weights, begun["push"])
-        await asyncio.sleep(0)
-        return weights.engine.calls
-
-    return asyncio.run(run())
-
-
-def test_a_part_that_is_announced_again_is_taken_once():
-    async def test(weights, push):
-        for _ in range(2):
-            await weights.take_carried("me", push, 0, PART)
-        assert await weights.commit("me", push)
-        assert weights.version == 1
-
-    calls = carried(test)
-    assert calls.count("qlora_take_carried") == calls.count("qlora_load_carried") == 1
-
-
-@pytest.mark.parametrize(
-    ("index", "part", "why", "message"),
-    [
-        (1, PART, "", "part=1 came, part=0 is due"),
-        (0, PART | {"nbytes": 10**6}, "", "is said to have 1000000 bytes, and 80 are left of the model's 64"),
-        (0, {"nbytes": 64}, "", "without a checksum"),
-        (0, PART, "it was damaged", "it was damaged"),
-    ],
-)
-def test_a_carried_part_that_is_wrong_ends_its_push_and_frees_the_worker(index, part, why, message):
-    async def test(weights, push):
-        weights.engine.why = why
-        with pytest.raises((SyncError, ConfigConflictError), match=message):
-            await weights.take_carried("me", push, index, part)
-        with pytest.raises(SyncError, match="not open"):
-            await weights.commit("me", push)
-        assert weights.version == 0
-
-    assert carried(test)[-1] == "qlora_drop_carried"
-
-
-def test_files_are_not_taken_where_another_way_was_begun():
-    async def test(weights, push):
-        with pytest.raises(SyncError, match="another way than files"):
-            await weights.write("me", push, 0, 0, b"")
-
-    carried(test)

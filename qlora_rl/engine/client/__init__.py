@@ -1,7 +1,7 @@
-"""A server as an engine. HTTP only: vLLM need not be installed here."""
+"""An engine in another process, such as a server. HTTP only: vLLM need not be installed here."""
 
-from qlora_rl.engine.client.base_probe import ServerProbe
-from qlora_rl.engine.client.engine import ServerEngine, connect
+from qlora_rl.engine.client.engine import ServerEngine
+from qlora_rl.engine.client.engine_client import EngineClient
 from qlora_rl.engine.client.prompt_logprobs import Candidates, PromptLogprobs
 
-__all__ = ["Candidates", "PromptLogprobs", "ServerEngine", "ServerProbe", "connect"]
+__all__ = ["Candidates", "PromptLogprobs", "EngineClient", "ServerEngine"]

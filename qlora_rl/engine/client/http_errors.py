@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -150,13 +151,17 @@ def says_lost(answer: httpx.Response) -> bool:
     return isinstance(rejection(answer, ""), EngineBrokenError)
 
 
-def reject_other_version(asked: object, found: dict[str, Any]) -> None:
-    """Raise `ServerTakenError` where an answer is by another version than the question named."""
-    wanted = asked.get("version") if isinstance(asked, dict) else None
-    if wanted is not None and found.get("version", wanted) != wanted:
+def reject_other_version(asked: object, found: dict[str, Any], is_own: Callable[[int], bool]) -> None:
+    """Raise `ServerTakenError` where an answer is by another version than the question named; unless it had only named
+    what served, and one that this client has pushed meanwhile (`is_own`) has answered."""
+    named = asked if isinstance(asked, dict) else {}
+    wanted = named.get("version")
+    if wanted is None or (by := found.get("version", wanted)) == wanted:
+        return
+    if named.get("held") or not is_own(by):
         raise ServerTakenError(
-            f"generating: version={wanted} was asked for, and version={found['version']} has answered: somebody else "
-            "has pushed. One server serves one trainer; start another server."
+            f"generating: version={wanted} was asked for, and version={by} has answered: somebody else has "
+            "pushed. One engine serves one trainer; start another one."
         )
 
 
@@ -171,11 +176,11 @@ def stranger(url: str) -> EngineUnsupportedError:
 def other_base(url: str, found: str, before: str) -> BaseMismatchError:
     """A server that was restarted holds another base; both by digest."""
     return BaseMismatchError(
-        f"asking the server at {url}: it was restarted on another base: digest={found[:16]} != digest={before[:16]} of "
+        f"asking {url}: it was restarted on another base: digest={found[:16]} != digest={before[:16]} of "
         "the one before. Start it on the base directory that the trainer uses."
     )
 
 
 def not_taken(what: str, version: int, serves: int) -> SyncError:
     """A push was answered, and another version serves."""
-    return SyncError(f"pushing {what} version={version}: the server answers with version={serves}. Push again.")
+    return SyncError(f"pushing {what} version={version}: the engine answers with version={serves}. Push again.")

@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 import httpx
 
 from qlora_rl.documents import parse_object
+from qlora_rl.engine.client.engine import check_url, find_key
 from qlora_rl.engine.client.http_errors import START, AwayError, Patience, rejection, said_in
-from qlora_rl.engine.client.requests import check_url, find_key
 from qlora_rl.errors import (
     AccessDeniedError,
     ConfigConflictError,

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from enum import Enum
 
 from qlora_rl.errors import EngineBrokenError, EngineClosedError, QloraRLError, RolloutCancelledError
 from qlora_rl.versions import Versions
@@ -14,67 +13,49 @@ from qlora_rl.versions import Versions
 UNVERIFIED = "unverified"  # no server's start
 
 
-class Phase(Enum):
-    """What is known of the server."""
-
-    NEW = "it has not answered yet"
-    KNOWN = "it is the one that has answered before"
-    IN_DOUBT = "the answer to a push is missing, or a recovery has failed: the next request begins a recovery"
-    RECOVERING = "it was started again or is in doubt: its base is being verified and the policy pushed again"
-    CLOSED = "nothing more is asked"
-
-
 class ServerState:
-    """The phase that a server is in for its client, and what the client has asked for; each change is a method. From
-    any thread.
-
-    ::
-
-        answer            NEW -> KNOWN
-        doubt             NEW, KNOWN -> IN_DOUBT; RECOVERING will end IN_DOUBT
-        begin_recovery    NEW, KNOWN, IN_DOUBT -> RECOVERING
-        end_recovery      RECOVERING -> KNOWN, or IN_DOUBT after doubt
-        close             any -> CLOSED, which is final
+    """Which start of a server its client knows, and what the client has asked for; each change is a method. From any
+    thread.
 
     Args:
         url: of the server, for messages.
 
     Attributes:
-        phase: of the server.
+        is_recovering: it was started again or is in doubt: its base is being verified and the policy pushed again.
+        is_closed: nothing more is asked.
         start: name of the server's start, sent with each request; `UNVERIFIED` in doubt, empty before the first answer.
         asked: version and digest that the server was asked to serve; empty while the client follows the server.
         pushed: the bytes of the adapter that a restarted server gets, and its version.
         withdrawn: why nothing may be generated until the next push; empty where it may.
+        pushing: versions whose pushes are under way: the server may serve them already.
     """
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self.phase, self.start = Phase.NEW, ""
+        self.is_recovering, self.is_closed, self.start = False, False, ""
         self.asked: Versions[tuple[int, str]] = Versions()
         self.pushed: tuple[bytes, int] | None = None
         self.withdrawn = ""
-        self._lock = threading.Lock()  # held where phase and start change
+        self.pushing: list[int] = []
+        self._lock = threading.Lock()  # held where the start changes, or who is asked
 
-    # --- the phase --------------------------------------------------------------------------------------------------
+    # --- whom it knows ----------------------------------------------------------------------------------------------
 
     @property
     def is_in_doubt(self) -> bool:
-        """Nobody knows what the server serves."""
+        """Nobody knows what the server serves: the answer to a push is missing, or a recovery has failed. The next
+        request begins a recovery."""
         return self.start == UNVERIFIED
 
     def answer(self, start: str) -> None:
         """The server has answered and named its start; a start that is known already stays."""
         with self._lock:
             self.start = self.start or start
-            if self.phase is Phase.NEW:
-                self.phase = Phase.KNOWN
 
     def doubt(self) -> None:
         """Nobody knows any more what the server serves."""
         with self._lock:
             self.start = UNVERIFIED
-            if self.phase in (Phase.NEW, Phase.KNOWN):
-                self.phase = Phase.IN_DOUBT
 
     def begin_recovery(self, start: str) -> None:
         """The server has another start than the one that was asked; the next requests are for this one.
@@ -84,33 +65,45 @@ class ServerState:
         """
         with self._lock:
             self.reject_closed()
-            if self.phase is Phase.RECOVERING:
-                raise EngineBrokenError(
-                    f"asking the server at {self._url}: it was restarted twice in a row. Look into its log."
-                )
-            self.phase, self.start = Phase.RECOVERING, start
+            if self.is_recovering:
+                raise EngineBrokenError(f"asking {self._url}: it was restarted twice in a row. Look into its log.")
+            self.is_recovering, self.start = True, start
 
     def end_recovery(self) -> None:
         """The base is verified and the policy was pushed again; or not, then there is doubt."""
-        with self._lock:
-            if self.phase is Phase.RECOVERING:
-                self.phase = Phase.IN_DOUBT if self.is_in_doubt else Phase.KNOWN
+        self.is_recovering = False
 
     def close(self) -> None:
         """Nothing more is asked."""
         with self._lock:
-            self.phase = Phase.CLOSED
+            self.is_closed = True
 
     def reject_closed(self) -> None:
         """Raise where the client was closed."""
-        if self.phase is Phase.CLOSED:
-            raise EngineClosedError("using the engine: it was closed. Make a new ServerEngine.")
+        if self.is_closed:
+            raise EngineClosedError("using the engine: it was closed. Make a new one.")
 
     # --- what was asked for -----------------------------------------------------------------------------------------
 
+    @property
+    def wants_base(self) -> bool:
+        """The bare base was asked for, or a first push undone; also where the answer to that is missing."""
+        return bool(self.asked) and self.pushed is None and not self.withdrawn
+
+    def may_serve(self, version: int) -> bool:
+        """This client has pushed it last, or is pushing it."""
+        newest = self.asked.newest
+        return version in self.pushing or (newest is not None and version == newest[0])
+
+    def has_pushed_since(self, asked: Versions[tuple[int, str]]) -> bool:
+        """What was `asked` for then is no longer, or a push is under way."""
+        return bool(self.pushing) or self.asked is not asked
+
     @contextlib.contextmanager
-    def changing(self) -> Iterator[None]:
-        """Around a request for another version. Without an answer nobody knows which version serves."""
+    def pushes(self, version: int) -> Iterator[None]:
+        """Around a push, from its request until `serve`; other threads go on asking meanwhile. Where it ends without an
+        answer that was taken note of, nobody knows which version serves."""
+        self.pushing.append(version)
         is_first = not self.asked
         if is_first:
             self.asked = self.asked.with_newest((0, ""))  # what an undone first push leaves
@@ -122,6 +115,8 @@ class ServerState:
             elif is_first:
                 self.asked = Versions()
             raise
+        finally:
+            self.pushing.remove(version)
 
     def serve(self, version: int, digest: str, pushed: tuple[bytes, int] | None = None) -> None:
         """The server serves what it was asked for; with `pushed`, a restarted one gets this."""

@@ -1,79 +1,80 @@
-"""`ServerPush`: full weights to a server, part by part; through a directory that both sides see, or in requests. HTTP
-only."""
+"""`WeightsPush`: full weights to an engine, part by part: in requests, or through a directory that both sides see."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from qlora_rl.engine.chunks import PART_BYTES, Outgoing, Part
+from qlora_rl.engine.chunks import Part, send_all
 from qlora_rl.engine.staging import part_name
 from qlora_rl.errors import QloraRLError, SyncError
 
-# Of one request, in bytes, if the server takes so much.
-PIECE_BYTES = 8 * 2**20
-
-# The name of a directory of `Stage`.
+# The name of a directory of `Stage`, which nobody can guess: who sees it sees the engine's own.
 _DIRECTORY = re.compile("qlora-rl-weights-[0-9a-f]{1,64}")
 
 Ask = Callable[..., dict[str, Any]]
 
 
-class ServerPush:
-    """Opens a push; numbers the parts, and brings them over.
+class WeightsPush:
+    """Opens a push; numbers the parts, which are safetensors files, and brings them over.
 
     Args:
-        ask: method, path, body -> the server's answer; a request may be repeated.
+        ask: method, path, body -> the engine's answer; a request may be repeated.
         version: that the weights get.
-        max_body_bytes: of one request.
-        directory: of the server, seen from here; `None` sends the bytes.
-        commit: asks the server to serve what has come under the push's name.
+        commit: asks the engine to serve what has come under the push's name.
+        piece_bytes: of one request, at most.
+        root: where the engine makes its directories, by its own account; `None` sends the bytes.
 
     Attributes:
-        name: the server's name of this push, which stands for a digest of the weights.
-        nbytes: of all weights that the server wants.
+        name: the engine's name of this push, which stands for a digest of the weights.
+        nbytes: of all weights that the engine wants.
 
     Raises:
-        SyncError: the server has no room, or is none of ours.
+        SyncError: the engine has no room, or is none of ours.
     """
 
     def __init__(
-        self, ask: Ask, version: int, *, max_body_bytes: int, directory: Path | None, commit: Callable[[str], None]
+        self, ask: Ask, version: int, commit: Callable[[str], None], *, piece_bytes: int, root: Path | None = None
     ):
+        self._ask, self._commit, self._piece_bytes, self._index = ask, commit, piece_bytes, 0
+        self.version = version
         begun = ask("POST", f"/weights?version={version}")
-        if not _DIRECTORY.fullmatch(begun["directory"]):
-            raise SyncError(
-                f"pushing weights: the server names directory={begun['directory'][:60]!r}, which no server of ours "
-                "does. Ask the right one."
-            )
         self.name, self.nbytes = str(begun["push"]), int(begun.get("nbytes", 0))
-        self._ask, self._commit, self._index = ask, commit, 0
-        self._piece_bytes = min(PIECE_BYTES, max_body_bytes)
-        self._directory = directory / begun["directory"] if directory else None
+        if not _DIRECTORY.fullmatch(name := begun["directory"]):
+            self.abandon()
+            raise SyncError(
+                f"pushing weights: the engine names directory={name[:60]!r}, which none of ours does. Ask the right "
+                "one."
+            )
+        # Root may write into another user's directory, who could not read what is written.
+        is_ours = root is not None and os.access(root / name, os.W_OK) and (root / name).stat().st_uid == os.geteuid()
+        self._directory = root / name if root is not None and is_ours else None
 
-    def upload(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> int:
+    def upload(self, weights: Iterable[tuple[str, torch.Tensor]]) -> int:
         """Send all weights, and have them served; their bytes.
 
         Raises:
             SyncError: they could not be made, or did not arrive; says what serves.
         """
-        outgoing = Outgoing(version)
-        outgoing.send(weights, self.send, self.abandon, PART_BYTES)
+        nbytes = send_all(weights, self.version, self.send, self.abandon)
         self.commit()
-        return outgoing.nbytes
+        return nbytes
 
     def send(self, part: Part) -> None:
-        """One part; the server checks it by its digest."""
+        """One part, which the engine checks by its digest."""
         if self._directory is not None:
             self._write(self._directory, part)
         else:
-            self._put(part)
+            offset = 0
+            for piece in self._pieces_of(part):
+                self._ask("PUT", f"/weights?push={self.name}&part={self._index}&offset={offset}", piece)
+                offset += len(piece)
         self._ask("POST", f"/weights/part?push={self.name}&part={self._index}&digest={part.digest}")
         self._index += 1
 
@@ -97,18 +98,20 @@ class ServerPush:
         except OSError as error:
             raise SyncError(f"writing {file}: {error.strerror}") from error
 
-    def _put(self, part: Part) -> None:
-        offset, piece = 0, bytearray()
+    def _pieces_of(self, part: Part) -> Iterator[bytes]:
+        """No longer than one request may be; a part that fits is one object for all engines, which a connection may
+        send to all at once."""
+        if part.nbytes <= self._piece_bytes:
+            yield part.blob
+            return
+        piece = bytearray()
         for rest in part.pieces:
             while rest:
                 room = self._piece_bytes - len(piece)
                 piece += rest[:room]
                 rest = rest[room:]
                 if len(piece) == self._piece_bytes:
-                    offset, piece = self._put_piece(offset, piece), bytearray()
+                    yield bytes(piece)
+                    piece.clear()
         if piece:
-            self._put_piece(offset, piece)
-
-    def _put_piece(self, offset: int, piece: bytearray) -> int:
-        self._ask("PUT", f"/weights?push={self.name}&part={self._index}&offset={offset}", bytes(piece))
-        return offset + len(piece)
+            yield bytes(piece)

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import torch
 
-from qlora_rl.engine.chunks import DensePush, Outgoing, Part
-from qlora_rl.engine.fleet.replicas import Replica, Replicas
+from qlora_rl.engine.chunks import Part, send_all
+from qlora_rl.engine.client import EngineClient
+from qlora_rl.engine.client.upload import WeightsPush
+from qlora_rl.engine.fleet.replicas import Replicas
 from qlora_rl.engine.staging import part_name
 from qlora_rl.errors import EngineBrokenError, QloraRLError, SyncError
 from qlora_rl.locks import let_go, new_directory
@@ -53,7 +55,7 @@ class Kept:
             raise SyncError(f"writing {file}: {error.strerror}. Set TMPDIR to a directory with more room.") from error
         self._digests.append(part.digest)
 
-    def replay(self, each: Replica) -> None:
+    def replay(self, each: EngineClient) -> None:
         """Have a replica serve this version.
 
         Raises:
@@ -64,7 +66,7 @@ class Kept:
             for i, digest in enumerate(self._digests):
                 file = self._directory / part_name(i)
                 try:
-                    part = Part([memoryview(file.read_bytes())])
+                    part = Part.of(file.read_bytes())
                 except OSError as error:
                     raise SyncError(f"reading {file}: {error.strerror}. Push again.") from error
                 if part.digest != digest:
@@ -95,11 +97,14 @@ class Broadcast:
     def __init__(self, team: Replicas, version: int):
         self._team, self.version = team, version
         self.kept: Kept | None = None
-        self._pushes: dict[Replica, DensePush] = {}
-        self._starts: dict[Replica, int] = {}
+        self._pushes: dict[EngineClient, WeightsPush] = {}
+        self._starts: dict[EngineClient, int] = {}
 
     def stream(
-        self, replicas: Sequence[Replica], weights: Iterable[tuple[str, torch.Tensor]], make_room: Callable[[], None]
+        self,
+        replicas: Sequence[EngineClient],
+        weights: Iterable[tuple[str, torch.Tensor]],
+        make_room: Callable[[], None],
     ) -> int:
         """Bring all parts to all of them; nothing is loaded yet.
 
@@ -129,9 +134,7 @@ class Broadcast:
         except BaseException:
             self.abandon()
             raise
-        outgoing = Outgoing(self.version)
-        outgoing.send(weights, self._send, self.abandon)
-        return outgoing.nbytes
+        return send_all(weights, self.version, self._send, self.abandon)
 
     def commit(self) -> None:
         """Have all that hold all parts load them, at the same time.
@@ -150,19 +153,18 @@ class Broadcast:
         if self.kept is not None:
             self.kept.discard()
 
-    def _begin(self, each: Replica) -> None:
+    def _begin(self, each: EngineClient) -> None:
         self._pushes[each] = each.begin_dense(self.version)
         self._starts[each] = each.incarnation
 
     def _send(self, part: Part) -> None:
-        _ = part.digest  # by one thread, not by each
-        self.kept.add(part)
+        self.kept.add(part)  # makes its pieces and its digest in this thread, not in each of theirs
         self._ask(list(self._pushes), lambda each: self._pushes[each].send(part))
 
-    def _ask(self, replicas: Sequence[Replica], ask: Callable[[Replica], None]) -> None:
+    def _ask(self, replicas: Sequence[EngineClient], ask: Callable[[EngineClient], None]) -> None:
         """All of them at once; those that were lost in it are left out from now on."""
 
-        def asked(each: Replica) -> None:
+        def asked(each: EngineClient) -> None:
             try:
                 ask(each)
             except SyncError as error:

@@ -1,25 +1,27 @@
-"""`Fleet`: several engines on one base as one. A version is live only when all replicas that take part hold it."""
+"""`Fleet`: several engines on one base as one; `connect` makes it of servers. A version is live only when all replicas
+that take part hold it."""
 
 from __future__ import annotations
 
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from qlora_rl.adapter.store import unpack_adapter
-from qlora_rl.contracts import BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec
+from qlora_rl.contracts import BaseFingerprint, ClosedAtEnd, EngineCapabilities, Rollout, SamplingSpec
+from qlora_rl.engine.client import EngineClient, ServerEngine
 from qlora_rl.engine.fleet.dense import Broadcast, Kept
-from qlora_rl.engine.fleet.replicas import LoadBalancer, Replica, Replicas, check_alike
+from qlora_rl.engine.fleet.replicas import LoadBalancer, Replicas, check_alike
 from qlora_rl.engine.images import Prompt, as_prompts, token_ids
-from qlora_rl.engine.sampling import check_lengths
+from qlora_rl.engine.sampling import check_lengths, spec_of
 from qlora_rl.errors import (
     BaseMismatchError,
     CanaryError,
+    ConfigConflictError,
     EngineBrokenError,
     QloraRLError,
     SyncError,
@@ -35,7 +37,7 @@ _PATIENCE_S = 2.0
 _WAKE_S = 30.0
 
 
-class Fleet:
+class Fleet(ClosedAtEnd):
     """Engines on one base, asked as one: servers (`connect([url, url])` makes it) or actors (`RayFleet`).
 
     Prompts are shared out by the speed that was measured of each replica. Prompt i is sampled with the seed of prompt
@@ -55,7 +57,7 @@ class Fleet:
         ConfigConflictError: two are one and the same, or they cannot be used for one another.
     """
 
-    def __init__(self, replicas: Sequence[Replica], *, wait_s: float = 120.0):
+    def __init__(self, replicas: Sequence[EngineClient], *, wait_s: float = 120.0):
         self.url, self.wait_s = ",".join(each.url for each in replicas), wait_s
         self._team = Replicas(replicas, wait_s=wait_s, prove=self._prove)
         self._shares = LoadBalancer()
@@ -64,8 +66,7 @@ class Fleet:
         self._sends_dense = False
         self._version = 0
         self._withdrawn = ""
-        # Start of each that was verified last: nobody is compared with one in its place.
-        self._verified: dict[Replica, int] = {}
+        self._pushes = 0  # that have begun, and that have ended: odd while one is under way
         try:
             check_alike(replicas)
         except BaseException:
@@ -73,7 +74,6 @@ class Fleet:
             raise
         for each in replicas:
             each.wait_s = min(wait_s, _PATIENCE_S)
-            self._verified[each] = each.incarnation
         self._version = replicas[0].version
         if len({each.found for each in replicas}) > 1:
             found = ", ".join(f"{each.url} version {each.version}" for each in replicas)
@@ -92,12 +92,12 @@ class Fleet:
         return self._team.returns + sum(each.incarnation for each in self.replicas)
 
     @property
-    def replicas(self) -> list[Replica]:
+    def replicas(self) -> list[EngineClient]:
         """All of them."""
         return self._team.all
 
     @property
-    def live(self) -> list[Replica]:
+    def live(self) -> list[EngineClient]:
         """The replicas that take part."""
         return self._team.live
 
@@ -109,16 +109,14 @@ class Fleet:
     def capabilities(self) -> EngineCapabilities:
         """What all of them can be asked for."""
         found = [each.capabilities() for each in self.replicas]
-        ways = {each.dense_way for each in found}
         return replace(
             found[0],
             name=f"{len(found)} replicas: {', '.join(each.name for each in found)}",
             takes_dense=all(each.takes_dense for each in found),
-            dense_way="directory" if ways == {"directory"} else max(ways - {"directory"}),
             max_lora_rank=min(each.max_lora_rank for each in found),
             max_model_length=min(each.max_model_length for each in found),
-            takes_bytes=any(each.takes_bytes for each in found),
             holds_two=all(each.holds_two for each in found),
+            gives_logprobs=all(each.gives_logprobs for each in found),
             takes_images=all(each.takes_images for each in found),
             adapts_experts=all(each.adapts_experts for each in found),
         )
@@ -173,10 +171,9 @@ class Fleet:
             ServerTakenError: somebody else has pushed another adapter to a replica.
             EngineBrokenError: all replicas stayed away longer than `wait_s`.
         """
-        if sampling is not None and fields:
-            raise TypeError("generate: give either sampling= or its fields by name, not both.")
+        spec = spec_of(sampling, fields)
         self._reject_withdrawn()
-        ids, spec = as_prompts(prompts), sampling or SamplingSpec(**fields)
+        ids = as_prompts(prompts)
         if spec.seed is None:  # without one, replicas may sample the same
             spec = replace(spec, seed=secrets.randbits(62))
         check_lengths(
@@ -186,13 +183,13 @@ class Fleet:
             # What has begun with a version ends with it, also when a push goes through meanwhile.
             version = self._version
         named = {} if version is None else {"version": version}
-        started = time.perf_counter()
+        started, pushes = time.perf_counter(), self._pushes
         versions = {} if ids else {self._version if version is None else version: ""}
         tokens: list[list[int]] = [[] for _ in ids]
         logprobs: list[list[float | None]] = [[] for _ in ids]
         has_ended: dict[int, bool] = {}
         left, end = list(range(len(ids))), time.monotonic() + self.wait_s
-        without: dict[Replica, VersionGoneError] = {}
+        without: dict[EngineClient, VersionGoneError] = {}
         has_waited = False
         while left:
             able = [each for each in self._team.present(end) if each not in without]
@@ -200,7 +197,7 @@ class Fleet:
                 raise next(iter(without.values()))
             shares = self._shares.out(left, able)
 
-            def sample(each: Replica, shares: dict[Replica, list[int]] = shares) -> Rollout:
+            def sample(each: EngineClient, shares: dict[EngineClient, list[int]] = shares) -> Rollout:
                 begun = time.perf_counter()  # by the clock here: the way there and back counts
                 rollout = each.generate([ids[i] for i in shares[each]], spec, places=shares[each], **named)
                 return replace(rollout, seconds=time.perf_counter() - begun)
@@ -218,6 +215,10 @@ class Fleet:
                 # All were lost in it: what they had generated until then was no waiting for them.
                 has_waited, end = True, time.monotonic() + self.wait_s
             versions |= {rollout.version: each.url for each, rollout in done.items()}
+            if len(versions) > 1 and (self._pushes % 2 or pushes != self._pushes):
+                # A push of another thread came in between: engines that hold one version sample with what they have.
+                versions, left, pushes = {}, list(range(len(ids))), self._pushes
+                continue
             if len(versions) > 1:
                 self._withdrawn = "; ".join(f"{url} serves version {version}" for version, url in versions.items())
                 self._reject_withdrawn()
@@ -262,11 +263,6 @@ class Fleet:
                 )
         return found[first]
 
-    def note_canary(self, difference: float) -> None:
-        """Show in the metrics of all of them what the newest scored check has found."""
-        for each in self.live:
-            each.note_canary(difference)
-
     def claim(self, *, force: bool = False) -> None:
         """Become the one trainer that pushes to them.
 
@@ -285,7 +281,7 @@ class Fleet:
         self._push(lambda each: each.load_packed(blob, version), lambda _: (blob, version), version)
 
     def load_adapter(self, directory: Path, version: int) -> None:
-        """Serve a PEFT directory: by its name where it is in a replica's shared directory, else by its bytes."""
+        """Serve a PEFT directory, which is sent."""
         self._push(lambda each: each.load_adapter(directory, version), lambda each: each.pushed, version)
 
     @property
@@ -312,7 +308,7 @@ class Fleet:
             EngineBrokenError: all replicas stayed away longer than `wait_s`.
         """
         self._team.wait_for_left_alone()
-        with self._team.changing:
+        with self._team.changing, self._push_under_way():
             self._sends_dense = True
             broadcast, is_loading = Broadcast(self._team, version), False
             asked = self._team.present(time.monotonic() + self.wait_s)
@@ -364,27 +360,19 @@ class Fleet:
         for each in self.replicas:
             each.close()
 
-    def __enter__(self) -> Fleet:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     # --- a push -----------------------------------------------------------------------------------------------------
 
     def _push(
         self,
-        load: Callable[[Replica], None],
-        kept: Callable[[Replica], tuple[bytes, int] | None],
+        load: Callable[[EngineClient], None],
+        kept: Callable[[EngineClient], tuple[bytes, int] | None],
         version: int,
     ) -> None:
         """Load it everywhere, or serve everywhere what was served before; nobody is taken back meanwhile."""
         end = time.monotonic() + self.wait_s
         self._team.wait_for_left_alone()  # which may want what is held from here on
-        with self._team.changing:
-            held: dict[Replica, Any] = {}
+        with self._team.changing, self._push_under_way():
+            held: dict[EngineClient, Any] = {}
             while not held:
                 asked = self._team.present(end)
                 try:
@@ -393,6 +381,14 @@ class Fleet:
                     self._roll_back(asked)
                     raise
             self._hold(kept(next(iter(held))), version, None)
+
+    @contextlib.contextmanager
+    def _push_under_way(self) -> Iterator[None]:
+        self._pushes += 1
+        try:
+            yield
+        finally:
+            self._pushes += 1
 
     def _hold(self, pushed: tuple[bytes, int] | None, version: int, kept: Kept | None) -> None:
         """All serve it."""
@@ -404,7 +400,7 @@ class Fleet:
             self._kept.discard()
         self._kept = None
 
-    def _roll_back(self, replicas: Sequence[Replica]) -> None:
+    def _roll_back(self, replicas: Sequence[EngineClient]) -> None:
         """Serve the version before again; a replica that cannot is dropped, and verified before it is taken back."""
         with contextlib.suppress(EngineBrokenError):
             self._team.wait_for_left_alone()  # an interrupted push may still arrive
@@ -416,7 +412,7 @@ class Fleet:
             except Exception as error:
                 self._team.drop(each, error)
 
-    def _restore(self, each: Replica) -> None:
+    def _restore(self, each: EngineClient) -> None:
         """Have a replica serve what all of them serve."""
         if self._pushed is not None:
             each.load_packed(*self._pushed)
@@ -431,12 +427,11 @@ class Fleet:
                 "Push again, or call drop_adapter()."
             )
 
-    def _prove(self, each: Replica) -> None:
+    def _prove(self, each: EngineClient) -> None:
         """One that is there again: the base from before, and what the others hold."""
         each.wake()
         if self._sends_dense:  # weights may have replaced its base
             each.drop_adapter()
-        incarnation = each.incarnation
         held, wanted = each.describe_base().digest, each.base
         if held != wanted:
             raise BaseMismatchError(
@@ -445,10 +440,9 @@ class Fleet:
             )
         self._restore(each)
         self._compare_held(each)
-        self._verified[each] = incarnation
         self._shares.forget(each)
 
-    def _compare_held(self, each: Replica) -> None:
+    def _compare_held(self, each: EngineClient) -> None:
         """With the first of the others that can be compared with: one that was replaced itself may only now be found
         out."""
         if self._pushed is not None:
@@ -456,7 +450,7 @@ class Fleet:
         elif self._kept is None:
             return
 
-        def look(one: Replica) -> Any:
+        def look(one: EngineClient) -> Any:
             return one.describe_base().digest if self._pushed is None else one.held_adapter(rank)
 
         for other in self.live:
@@ -466,24 +460,20 @@ class Fleet:
                 held = look(other)
             except EngineBrokenError:
                 continue
-            if other.incarnation != self._verified[other]:  # asked last: it may only now have been found out
+            if self._kept is not None and not other.holds_dense:  # asked, it was found to be restarted
                 continue
             if look(each) != held:
                 raise CanaryError(f"taking back {each.url}: it multiplies with another policy than the others.")
             return
 
-    def _wake(self, each: Replica) -> None:
-        """Without the long patience that a rollout has. One in its place, of which nobody has heard yet, is verified
-        before it takes part."""
+    def _wake(self, each: EngineClient) -> None:
+        """Without the long patience that a rollout has. One that was restarted verifies its base and gets the adapter
+        by itself."""
         if not each.is_there(_WAKE_S):
             raise EngineBrokenError(f"looking for {each.url}: it did not answer. Start it again on the same base.")
         each.wake()
-        if each.incarnation != self._verified[each]:
-            try:
-                with self._team.changing:
-                    self._prove(each)
-            except QloraRLError as error:  # it is done without, until it is verified
-                raise EngineBrokenError(f"looking for {each.url}: {error}") from error
+        if self._kept is not None and not each.holds_dense:
+            raise EngineBrokenError(f"looking for {each.url}: it was restarted, and the weights were lost with it.")
 
     def _reject_withdrawn(self) -> None:
         if self._withdrawn:
@@ -491,3 +481,40 @@ class Fleet:
                 f"generating: {self._withdrawn}. Push the adapter again, or call drop_adapter() to go on with the bare "
                 "base."
             )
+
+
+def connect(url: str | Sequence[str], *, wait_s: float = 120.0, **options: Any) -> ServerEngine | Fleet:
+    """The server at `url` as an engine, or those at several as one.
+
+    ::
+
+        with connect(["http://a:8000", "http://b:8000"], api_key_file="key") as engine:
+            rollout = engine.generate([[40, 41, 42]] * 8, max_tokens=16, seed=0)
+
+    Args:
+        url: such as "http://127.0.0.1:8000"; several in a list, or in one text, "http://a:8000,http://b:8000".
+        wait_s: how long to wait for each server at first, and for one of them when none is left, in seconds.
+        options: of `ServerEngine`, the same for all: one key.
+
+    Raises:
+        BaseMismatchError: a server holds another base than the first; names it.
+        ConfigConflictError: two URLs lead to one server, or the servers cannot be used for one another.
+        AccessDeniedError, EngineBrokenError, EngineUnsupportedError: as `ServerEngine`.
+    """
+    parts = url.split(",") if isinstance(url, str) else url
+    urls = [part.strip().rstrip("/") for part in parts if part.strip()]
+    if not urls or len(set(urls)) < len(urls):
+        raise ConfigConflictError(
+            f"connecting to servers: urls={urls}: a URL is missing or named twice. Name each one once."
+        )
+    if len(urls) == 1:
+        return ServerEngine(urls[0], wait_s=wait_s, **options)
+    connected: list[ServerEngine] = []
+    try:
+        for each in urls:
+            connected.append(ServerEngine(each, wait_s=wait_s, **options))
+    except BaseException:
+        for engine in connected:
+            engine.close()
+        raise
+    return Fleet(connected, wait_s=wait_s)

@@ -1,67 +1,42 @@
-"""`ActorEngine`: what runs in an actor: an engine that takes adapters as bytes, and answers with its errors. Knows
-nothing of Ray."""
+"""`ActorEngine`: what runs in an actor: an engine that is asked by a server's routes. Knows nothing of Ray."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import os
+import secrets
 import shutil
 import socket
+import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl
 
 from qlora_rl.adapter.store import AdapterStore, default_root, unpack_adapter
-from qlora_rl.contracts import BaseFingerprint, EngineCapabilities, Leaf
+from qlora_rl.contracts import BaseFingerprint, EngineCapabilities, SamplingSpec
 from qlora_rl.engine import compat
-from qlora_rl.engine.staging import Stage, read_parts, reject_foreign
-from qlora_rl.errors import EngineBrokenError, EngineUnsupportedError, QloraRLError
+from qlora_rl.engine.client.engine_client import Answer
+from qlora_rl.engine.images import Prompt, unpack
+from qlora_rl.engine.staging import OpenPush, Stage, read_parts
+from qlora_rl.errors import EngineUnsupportedError, QloraRLError, SyncError
 from qlora_rl.locks import hold, sweep
 
 # Versions on disk: vLLM may read the two that it holds again, and the next one comes next to them.
 _KEPT = 3
 _THREADS = "OMP_NUM_THREADS"
-
-
-@dataclass(frozen=True)
-class State:
-    """What a started engine says of itself.
-
-    Attributes:
-        base: digest of its base, read from its weights.
-        capabilities: of the engine.
-        version: that serves.
-        pid: of its process.
-        host: that it runs on.
-    """
-
-    base: str
-    capabilities: EngineCapabilities
-    version: int
-    pid: int
-    host: str
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What was asked for, or the error of ours that came instead.
-
-    Attributes:
-        value: of the method.
-        version: that serves now.
-        error: that it has raised; errors of others end the call.
-    """
-
-    value: Any
-    version: int
-    error: QloraRLError | None = None
+# What changes what serves: methods, and further routes.
+_CHANGE, _PUSH = ("PUT", "DELETE"), ("/weights", "/weights/part", "/weights/commit")
+# Who sends full weights: an actor knows no other.
+_TRAINER = "trainer"
 
 
 class ActorEngine:
-    """An engine behind one method, `ask`; methods of its own come first, then those of the engine.
+    """An engine behind the routes of `qlora-rl serve`, each of which is a call of `ask`.
 
     Args:
         base: directory of a prepared base, as this machine sees it.
@@ -82,124 +57,176 @@ class ActorEngine:
         self._own = Path(tempfile.mkdtemp(prefix="qlora-rl-hosted-", dir=default_root()))
         self._handle = hold(self._own)
         self._store = AdapterStore(self._own, keep=_KEPT)
-        self._changing = threading.Lock()
-        self._leaves: Mapping[str, Leaf] = {}
-        self._stage: Stage | None = None
+        self._changing, self._changes = threading.Lock(), 0
+        self._weights = OpenPush()
+        self._start = secrets.token_hex(8)
         self._engine: Any = None
         self._failure: QloraRLError | None = None
+        self._routes: dict[tuple[str, str], Callable[[dict[str, str], Any], Any]] = {
+            ("GET", "/state"): lambda asked, body: self._about,
+            ("GET", "/base"): lambda asked, body: self._engine.describe_base().as_dict(),
+            ("POST", "/repair"): lambda asked, body: self._engine.repair_base(),
+            ("GET", "/held"): lambda asked, body: {"held": self._engine.held_adapter(int(asked["rank"]))},
+            ("POST", "/generate"): self._generate,
+            ("POST", "/score"): self._score,
+            ("POST", "/lease"): lambda asked, body: {},  # nobody else can push to it
+            ("PUT", "/adapter"): self._push,
+            ("DELETE", "/adapter"): self._drop,
+            ("POST", "/weights"): self._begin,
+            ("PUT", "/weights"): self._write,
+            ("POST", "/weights/part"): self._take,
+            ("POST", "/weights/commit"): self._commit,
+            ("DELETE", "/weights"): self._withdraw,
+        }
         try:
             self._engine = (make or _local)(base, **options)
         except QloraRLError as error:
             self._failure = error
 
-    def ask(self, method: str, *args: Any, **named: Any) -> Answer:
-        """The answer of a method; what an engine that did not start answers is why."""
+    def ask(self, start: str, method: str, path: str, body: Any = None, number: int | None = None) -> Answer:
+        """The answer, with the error of ours that came instead; what an engine that did not start answers is why.
+
+        Nothing is done for whoever means another `start`, nor for a change whose `number` is lower than that of one
+        which has been made: it was given up, and is late.
+        """
         if self._engine is None:
-            return Answer(None, 0, self._failure)
-        own: dict[str, Callable[..., Any]] = {
-            "state": self._state,
-            "load_packed": self._load_packed,
-            "describe_base": self._describe_base,
-            "computes": self._computes,
-            "begin_dense": self._begin_dense,
-            "take_part": self._take_part,
-            "commit_dense": self._commit_dense,
-            "abandon_dense": self._abandon_dense,
-            "is_alive": lambda: True,  # a thread of this process has had its turn, whatever the engine is busy with
-        }
-        ask = own.get(method) or getattr(self._engine, method)
+            return Answer({}, self._start, 0, self._failure)
+        route, _, query = path.partition("?")
+        found, failure = None, None
         try:
-            return Answer(ask(*args, **named), self._engine.version)
+            if start in ("", self._start):
+                answers, asked = self._routes[method, route], dict(parse_qsl(query))
+                with self._in_order(number) if method in _CHANGE or route in _PUSH else contextlib.nullcontext():
+                    found = answers(asked, body)
         except QloraRLError as error:
-            return Answer(None, self._engine.version, error)
+            failure = error
+        return Answer(found or {}, self._start, self._engine.version, failure)
+
+    def cancel(self) -> None:
+        """Have the calls that generate end."""
+        self._engine.cancel()
+
+    def is_alive(self) -> None:
+        """A thread of this process has its turn, whatever the engine is busy with."""
 
     def close(self) -> None:
         """Stop the engine, and remove what is on tmpfs."""
-        self._discard()
+        self._weights.discard()
         if self._engine is not None:
             self._engine.close()
         os.close(self._handle)
         shutil.rmtree(self._own, ignore_errors=True)
 
-    def _state(self) -> State:
-        found = self._engine.capabilities()
-        host = socket.gethostname()
-        capabilities = replace(
-            found,
-            name=f"{found.name} in process {os.getpid()} on {host}",
-            takes_in_place=False,
-            takes_bytes=True,
-            byte_way="object_store",
-            dense_way="object_store",
-            can_sleep=False,
-        )
-        base: BaseFingerprint = self._engine.describe_base()
-        self._leaves = base.leaves
-        return State(base.digest, capabilities, self._engine.version, os.getpid(), host)
-
-    def _describe_base(self) -> dict[str, Any]:
-        """As plain values."""
-        found: BaseFingerprint = self._engine.describe_base()
-        return found.as_dict()
-
-    def _load_packed(self, blob: bytes, version: int) -> None:
-        bundle = unpack_adapter(blob)
+    @contextlib.contextmanager
+    def _in_order(self, number: int | None) -> Iterator[None]:
+        """One change at a time. Ray may bring a change without an adapter before an earlier one, whose adapter is still
+        fetched."""
         with self._changing:
-            directory = self._store.publish(bundle, version)
-            try:
-                self._engine.load_adapter(directory, version)
-            except BaseException:
-                self._store.withdraw(directory)
-                raise
-            self._store.retire()
+            if number is not None:
+                if number < self._changes:
+                    raise SyncError("changing what serves: a later change was made before this one came. Push again.")
+                self._changes = number
+            yield
 
-    def _computes(self) -> None:
-        """With whatever serves; weights of which only some were loaded serve nothing, and its answer says that vLLM is
-        there."""
-        with contextlib.suppress(EngineBrokenError):
-            self._engine.score([[0, 0]], bare=not self._engine.holds_dense)
+    @functools.cached_property
+    def _base(self) -> BaseFingerprint:
+        """That was there at first."""
+        return self._engine.describe_base()
 
-    def _begin_dense(self, version: int) -> tuple[str, int]:
-        """Name of the push, and bytes of all weights that must come."""
+    @functools.cached_property
+    def _about(self) -> dict[str, Any]:
+        found: EngineCapabilities = self._engine.capabilities()
+        host = socket.gethostname()
+        return {
+            "name": f"{found.name} in process {os.getpid()} on {host}",
+            "base": self._base.digest,
+            "max_lora_rank": found.max_lora_rank,
+            "takes_dense": found.takes_dense,
+            "most_images": sys.maxsize if found.takes_images else 0,
+            "holds_two": found.holds_two,
+            "adapts_experts": found.adapts_experts,
+            "gives_logprobs": found.gives_logprobs,
+            "max_model_length": found.max_model_length,
+            "max_body_bytes": sys.maxsize,
+            "adapter_dtype": found.adapter_dtype,
+            "pid": os.getpid(),
+            "host": host,
+        }
+
+    def _prompts(self, body: dict[str, Any], name: str) -> list[Prompt]:
+        return unpack(body[name], body.get("images"), sys.maxsize)
+
+    def _generate(self, asked: dict[str, str], body: dict[str, Any]) -> dict[str, Any]:
+        named = {"version": body["version"]} if body.get("held") else {}  # else the newest, whatever it is
+        prompts, spec = self._prompts(body, "prompts"), SamplingSpec(**body["sampling"])
+        rollout = self._engine.generate(prompts, spec, places=body.get("places"), **named)
+        found = {name: getattr(rollout, name) for name in ("completion_ids", "logprobs", "version", "has_ended")}
+        if not self._about["gives_logprobs"]:  # whatever it returns: shares of a rollout are put together by their rows
+            found["logprobs"] = [[None] * len(ids) for ids in rollout.completion_ids]
+        return found
+
+    def _score(self, asked: dict[str, str], body: dict[str, Any]) -> dict[str, Any]:
+        sequences = self._prompts(body, "sequences")
+        return {"logprobs": self._engine.score(sequences, bare=body["bare"]), "version": self._engine.version}
+
+    def _push(self, asked: dict[str, str], blob: bytes) -> dict[str, Any]:
+        version = _pushed_version(asked)
+        directory = self._store.publish(unpack_adapter(blob), version)
+        try:
+            self._engine.load_adapter(directory, version)
+        except BaseException:
+            self._store.withdraw(directory)
+            raise
+        self._store.retire()
+        return {"digest": hashlib.sha256(blob).hexdigest()}
+
+    def _drop(self, asked: dict[str, str], body: None) -> None:
+        self._weights.discard()
+        self._engine.drop_adapter()
+
+    def _begin(self, asked: dict[str, str], body: None) -> dict[str, Any]:
         capabilities: EngineCapabilities = self._engine.capabilities()
         if not capabilities.takes_dense:
             raise EngineUnsupportedError(
                 f"taking weights: {capabilities.name} serves a 4-bit base or a mixture of experts, where full weights "
                 "cannot be written. Serve the baked base: RayFleet(bake_base(base), max_lora_rank=0)."
             )
-        with self._changing:
-            self._discard()
-            self._stage = Stage(self._own, self._leaves, version, "trainer")
-            return self._stage.token, self._stage.nbytes
+        version = _pushed_version(asked)
+        self._weights.discard()
+        self._weights.staging = stage = Stage(self._own, self._base.leaves, version, _TRAINER)
+        return {"push": stage.token, "directory": stage.incoming.name, "nbytes": stage.nbytes}
 
-    def _take_part(self, push: str, index: int, blob: bytes, digest: str) -> None:
-        with self._changing:
-            stage = reject_foreign(self._stage, push, "trainer")
-            try:
-                stage.write(index, 0, blob)
-                stage.take(index, digest)
-            except BaseException:
-                self._discard()
-                raise
+    def _open(self, asked: dict[str, str]) -> contextlib.AbstractContextManager[Stage]:
+        return self._weights.own(asked.get("push", ""), _TRAINER)
 
-    def _commit_dense(self, push: str) -> None:
-        with self._changing:
-            stage = reject_foreign(self._stage, push, "trainer")
-            try:
-                stage.require_all()
-                self._engine.load_dense(read_parts(stage.parts), stage.version)
-            finally:
-                self._discard()
+    def _write(self, asked: dict[str, str], piece: bytes) -> None:
+        with self._open(asked) as stage:
+            stage.write(int(asked["part"]), int(asked["offset"]), piece)
 
-    def _abandon_dense(self, push: str) -> None:
-        with self._changing:
-            reject_foreign(self._stage, push, "trainer")
-            self._discard()
+    def _take(self, asked: dict[str, str], body: None) -> None:
+        with self._open(asked) as stage:
+            stage.take(int(asked["part"]), asked["digest"])
 
-    def _discard(self) -> None:
-        stage, self._stage = self._stage, None
-        if stage is not None:
-            stage.discard()
+    def _commit(self, asked: dict[str, str], body: None) -> None:
+        with self._open(asked) as stage:
+            stage.require_all()
+            self._engine.load_dense(read_parts(stage.parts), stage.version)
+            self._weights.discard()
+
+    def _withdraw(self, asked: dict[str, str], body: None) -> None:
+        """A push that was given up; or what serves."""
+        if "reason" in asked:
+            self._engine.withdraw_dense(asked["reason"])
+            return
+        with self._open(asked):
+            self._weights.discard()
+
+
+def _pushed_version(asked: dict[str, str]) -> int:
+    version = int(asked["version"])
+    if version < 1:
+        raise SyncError(f"taking version={version}: versions begin with 1; 0 is the bare base.")
+    return version
 
 
 def _local(base: str, **options: Any) -> Any:

@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from qlora_rl.engine.client import EngineClient
 from qlora_rl.engine.fleet.engine import Fleet
 from qlora_rl.engine.fleet.ray_actor import ActorEngine
-from qlora_rl.engine.fleet.ray_replica import Parcels, RayReplica, require_ray
+from qlora_rl.engine.fleet.ray_connection import Parcels, RayConnection, require_ray
 from qlora_rl.errors import ConfigConflictError, EngineUnsupportedError, QloraRLError
 
 logger = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ class RayFleet(Fleet):
         ray = require_ray()
         self.parcels = Parcels()
         self._owns_ray = _connect(ray, ray_address, replicas, wishes)
-        placed: list[RayReplica] = []
+        placed: list[RayConnection] = []
         try:
             asked = _actor_options(ray, wishes, options.get("tensor_parallel_size", 1))
             kind = ray.remote(ActorEngine).options(**asked)
@@ -102,14 +103,14 @@ class RayFleet(Fleet):
                 "health_check_timeout_s": health_check_timeout_s,
             }
             for _ in range(replicas):
-                placed.append(RayReplica(f"ray:{next(_numbers)}", make_actor, self.parcels, **limits))
+                placed.append(RayConnection(f"ray:{next(_numbers)}", make_actor, self.parcels, **limits))
             end = time.monotonic() + start_timeout_s
             for each in placed:
                 try:
                     each.connect(max(0.0, end - time.monotonic()))
                 except QloraRLError as error:
                     raise type(error)(f"{error} (Said by {each.url}.)", reasons=error.reasons) from error
-            super().__init__(placed, wait_s=wait_s)
+            super().__init__([EngineClient(each, timeout_s=timeout_s, wait_s=0.0) for each in placed], wait_s=wait_s)
         except BaseException:
             for each in placed:
                 each.close()

@@ -7,15 +7,12 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from qlora_rl.contracts import BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec
-from qlora_rl.engine.chunks import DensePush
-from qlora_rl.engine.images import Prompt
+from qlora_rl.engine.client import EngineClient
 from qlora_rl.errors import (
     AccessDeniedError,
     BaseMismatchError,
@@ -37,125 +34,6 @@ _STRAGGLES_AFTER, _STRAGGLES_AFTER_S = 3.0, 30.0
 # Another key, or somebody else at its URL: in one replica the others do without it.
 _ESTRANGED = (AccessDeniedError, EngineUnsupportedError)
 _GONE = (EngineBrokenError, BaseMismatchError, *_ESTRANGED)
-
-
-class Replica(Protocol):
-    """An engine among several: a server (`ServerEngine`) or an actor (`RayReplica`). It is asked from any thread.
-
-    Attributes:
-        url: where it is, for messages.
-        timeout_s: of one request, in seconds.
-        wait_s: how long it looks for a replica that is away before it says so, in seconds.
-    """
-
-    url: str
-    timeout_s: float
-    wait_s: float
-
-    @property
-    def version(self) -> int:
-        """That serves, as it said last."""
-        ...
-
-    @property
-    def found(self) -> tuple[int, str]:
-        """Version and digest that served when it was connected to."""
-        ...
-
-    @property
-    def incarnation(self) -> int:
-        """Grows with every start."""
-        ...
-
-    @property
-    def base(self) -> str:
-        """Digest of the base that was there at first."""
-        ...
-
-    @property
-    def start(self) -> str:
-        """Name of its start: no two have the same."""
-        ...
-
-    @property
-    def pushed(self) -> tuple[bytes, int] | None:
-        """The bytes that it was given last, and their version."""
-        ...
-
-    def is_there(self, timeout_s: float) -> bool:
-        """It computes something within `timeout_s` seconds; asked once, nothing is verified."""
-        ...
-
-    def wake(self) -> None:
-        """Take note of a start that is new."""
-        ...
-
-    def capabilities(self) -> EngineCapabilities:
-        """What it can be asked for."""
-        ...
-
-    def describe_base(self) -> BaseFingerprint:
-        """Read from its weights."""
-        ...
-
-    def repair_base(self) -> Mapping[str, float]:
-        """Write the exact scales back."""
-        ...
-
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingSpec,
-        *,
-        places: Sequence[int] | None = None,
-        version: int | None = None,
-    ) -> Rollout:
-        """`places`: number of each prompt in the whole; decides its seed."""
-        ...
-
-    def score(self, sequences: Sequence[Prompt], *, bare: bool = False) -> list[list[float]]:
-        """Logprobs of every token but the first."""
-        ...
-
-    def held_adapter(self, rank: int) -> Mapping[str, str]:
-        """Digests of what it multiplies with."""
-        ...
-
-    def note_canary(self, difference: float) -> None:
-        """Show it to others."""
-        ...
-
-    def claim(self, *, force: bool = False) -> None:
-        """Become the one trainer that pushes to it."""
-        ...
-
-    def load_packed(self, blob: bytes, version: int) -> None:
-        """Serve the adapter in the bytes of `pack_adapter`."""
-        ...
-
-    def load_adapter(self, directory: Path, version: int) -> None:
-        """Serve a PEFT directory."""
-        ...
-
-    def begin_dense(self, version: int) -> DensePush:
-        """Open a push of full weights."""
-        ...
-
-    def withdraw_dense(self, reason: str) -> None:
-        """Serve nothing until the next push."""
-        ...
-
-    def drop_adapter(self) -> None:
-        """Serve the bare base."""
-        ...
-
-    def cancel(self) -> None:
-        """Have the calls of other threads end."""
-        ...
-
-    def close(self) -> None:
-        """Give it back."""
-        ...
 
 
 @dataclass
@@ -186,26 +64,28 @@ class Replicas:
         changing: held while one is taken back, and by who changes what all of them serve.
     """
 
-    def __init__(self, each: Sequence[Replica], *, wait_s: float, prove: Callable[[Replica], None]):
+    def __init__(self, each: Sequence[EngineClient], *, wait_s: float, prove: Callable[[EngineClient], None]):
         self.all, self.wait_s, self._prove = list(each), wait_s, prove
         self.returns = 0
         self.changing = threading.RLock()
         self.is_closed = False
-        self._lost: dict[Replica, _Lost] = {}
+        self._lost: dict[EngineClient, _Lost] = {}
         self._losing = threading.Lock()  # held where `_lost` changes
         self._left_alone: list[Future[Any]] = []  # of calls that were interrupted
-        self._overdue: dict[Replica, list[Future[Any]]] = {}  # asked of a replica that was dropped before it answered
+        self._overdue: dict[
+            EngineClient, list[Future[Any]]
+        ] = {}  # asked of a replica that was dropped before it answered
 
     @property
-    def live(self) -> list[Replica]:
+    def live(self) -> list[EngineClient]:
         """Those that take part."""
         return [each for each in self.all if each not in self._lost]
 
-    def takes_part(self, each: Replica) -> bool:
+    def takes_part(self, each: EngineClient) -> bool:
         """It was not dropped."""
         return each not in self._lost
 
-    def ask_all(self, ask: Callable[[Replica], Any]) -> dict[Replica, Any]:
+    def ask_all(self, ask: Callable[[EngineClient], Any]) -> dict[EngineClient, Any]:
         """The answer of every one that takes part, in their order; there is one at least."""
         end = time.monotonic() + self.wait_s
         while True:
@@ -214,12 +94,12 @@ class Replicas:
 
     def ask(
         self,
-        replicas: Sequence[Replica],
-        ask: Callable[[Replica], Any],
+        replicas: Sequence[EngineClient],
+        ask: Callable[[EngineClient], Any],
         *,
         forgives: tuple[type[Exception], ...] = (),
         watches: bool = False,
-    ) -> dict[Replica, Any]:
+    ) -> dict[EngineClient, Any]:
         """Ask at the same time. Who does not answer is dropped; a rejection is raised when all have answered.
 
         Args:
@@ -245,8 +125,8 @@ class Replicas:
         return answers
 
     def _in_parallel(
-        self, replicas: Sequence[Replica], ask: Callable[[Replica], Any], *, watches: bool
-    ) -> tuple[dict[Replica, Any], dict[Replica, BaseException]]:
+        self, replicas: Sequence[EngineClient], ask: Callable[[EngineClient], Any], *, watches: bool
+    ) -> tuple[dict[EngineClient, Any], dict[EngineClient, BaseException]]:
         """One thread for each; daemons, so that Ctrl-C need not wait for a long rollout."""
         self.wait_for_left_alone()
         if len(replicas) == 1:
@@ -261,8 +141,8 @@ class Replicas:
         except BaseException:
             self._left_alone += [future for future in asked.values() if not future.done()]
             raise
-        answers: dict[Replica, Any] = {}
-        faults: dict[Replica, BaseException] = {}
+        answers: dict[EngineClient, Any] = {}
+        faults: dict[EngineClient, BaseException] = {}
         for each, future in asked.items():
             if future in late:
                 self._overdue.setdefault(each, []).append(future)
@@ -300,7 +180,7 @@ class Replicas:
             with contextlib.suppress(ValueError):  # another thread has
                 self._left_alone.remove(future)
 
-    def present(self, end: float) -> list[Replica]:
+    def present(self, end: float) -> list[EngineClient]:
         """Those that take part, those that are back among them; waits until `end` when there is none.
 
         Raises:
@@ -324,7 +204,7 @@ class Replicas:
                 )
             time.sleep(min(0.5, max(0.0, end - time.monotonic()) + 0.01))
 
-    def drop(self, each: Replica, fault: BaseException) -> None:
+    def drop(self, each: EngineClient, fault: BaseException) -> None:
         """It takes no part from now on."""
         with self._losing:
             self._lost[each] = _Lost(str(fault), time.monotonic() + _LOOK_AGAIN_S, _LOOK_AGAIN_S)
@@ -342,7 +222,7 @@ class Replicas:
         finally:
             self.changing.release()
 
-    def _take_back(self, each: Replica, lost: _Lost) -> None:
+    def _take_back(self, each: EngineClient, lost: _Lost) -> None:
         """If it is there, on the same base, and holds what the others hold."""
         started, reason, is_verified = time.monotonic(), lost.reason, False
         # A push to it that nobody waits for any more must not arrive behind the one that takes it back.
@@ -369,7 +249,7 @@ class Replicas:
         logger.warning("%s is back: its base is verified and it holds version %d", each.url, each.version)
 
 
-def _begun(ask: Callable[[Replica], Any], each: Replica) -> Future[Any]:
+def _begun(ask: Callable[[EngineClient], Any], each: EngineClient) -> Future[Any]:
     """The answer, from a thread of its own."""
     future: Future[Any] = Future()
 
@@ -385,7 +265,7 @@ def _begun(ask: Callable[[Replica], Any], each: Replica) -> Future[Any]:
     return future
 
 
-def check_alike(replicas: Sequence[Replica]) -> None:
+def check_alike(replicas: Sequence[EngineClient]) -> None:
     """Reject replicas that cannot stand for one another.
 
     Raises:
@@ -406,12 +286,12 @@ def check_alike(replicas: Sequence[Replica]) -> None:
                 f"connecting to {len(replicas)} replicas: {each.url} serves adapters in {mine}, {first.url} in "
                 f"{other}. Start all of them with one dtype."
             )
-    starts: dict[str, Replica] = {}
+    starts: dict[str, EngineClient] = {}
     for each in replicas:
         twin = starts.setdefault(each.start, each)
         if twin is not each:
             raise ConfigConflictError(
-                f"connecting to {len(replicas)} replicas: {each.url} and {twin.url} are one server. Name it once."
+                f"connecting to {len(replicas)} replicas: {each.url} and {twin.url} are one and the same. Name it once."
             )
 
 

@@ -25,11 +25,10 @@ class BaseCompute:
     """What was installed.
 
     Attributes:
-        base: "nf4" or "vllm"; on a GPU "measured" or "vllm".
+        base: "nf4" or "vllm".
         adapter: "direct", or "vllm".
         reason: why, where that was not asked for.
         left: why a layer, or the adapter, stays with vLLM's own way.
-        ways: on a GPU, the rules of each shape of a linear; see `gpu_compute.choose_rules`.
         kernel: on a CPU, instructions of the kernel that multiplies the codes, or why there is none.
         packs_plain: on a CPU, vLLM keeps unquantised linears in a form of its own; see `packs_away`.
     """
@@ -38,15 +37,13 @@ class BaseCompute:
     adapter: str = "vllm"
     reason: str = ""
     left: Mapping[str, str] = field(default_factory=dict)
-    ways: Mapping[str, str] = field(default_factory=dict)
     kernel: str = ""
     packs_plain: bool = False
 
     def __str__(self) -> str:
         left = "".join(f"; {what} is left to vLLM: {why}" for what, why in self.left.items())
-        ways = "".join(f"; {shape}: {rules}" for shape, rules in self.ways.items())
         kernel = f"; kernel for codes: {self.kernel}" if self.kernel else ""
-        return f"linears multiply with: {self.base} ({self.reason}){kernel}{ways}; adapters: {self.adapter}{left}"
+        return f"linears multiply with: {self.base} ({self.reason}){kernel}; adapters: {self.adapter}{left}"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values that are also sent between processes."""
@@ -68,7 +65,7 @@ def install(runner: Any, wish: str) -> BaseCompute:
 
     Args:
         runner: vLLM's.
-        wish: one of `MODES`; on a CPU "auto" is "nf4".
+        wish: one of `MODES`.
     """
     if wish == "vllm":
         return BaseCompute(reason="asked for")
@@ -96,8 +93,7 @@ def install(runner: Any, wish: str) -> BaseCompute:
     if not count:
         return BaseCompute(adapter=adapter, reason="no 4-bit layer can be decoded here", left=left)
     norm_directly(runner.get_model(), kernel)
-    reason = "asked for" if wish == "nf4" else "what a CPU has"
-    return BaseCompute("nf4", adapter, reason, left, kernel=kernel.instructions)
+    return BaseCompute("nf4", adapter, "asked for", left, kernel=kernel.instructions)
 
 
 def count_ranks_directly() -> None:
@@ -152,15 +148,15 @@ def _normed(layer: Any, kernel: CodesKernel) -> Callable[..., Any]:
     return forward
 
 
-def bitsandbytes_linears(model: torch.nn.Module, device: str = "cpu") -> dict[str, torch.nn.Module]:
-    """Layers on a kind of device whose `quant_method` is one of their own and multiplies with 4-bit codes, by name."""
+def bitsandbytes_linears(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Layers on the CPU whose `quant_method` is one of their own and multiplies with 4-bit codes, by name."""
     found = {
         name: layer
         for name, layer in model.named_modules()
         if getattr(layer, "quant_method", None) is not None
         and "weight" in layer._parameters
         and hasattr(layer.weight, "bnb_quant_state")
-        and layer.weight.device.type == device
+        and layer.weight.is_cpu
     }
     methods = [id(layer.quant_method) for layer in found.values()]
     return {name: layer for name, layer in found.items() if methods.count(id(layer.quant_method)) == 1}

@@ -66,7 +66,7 @@ class CodesKernel:
         """Write the weight into `out_OI`, bf16 and contiguous; `values` is what the 16 codes mean, float32."""
         self._decode(
             codes.data_ptr(), absmax.data_ptr(), values.data_ptr(), out_OI.data_ptr(), *out_OI.shape, blocksize,
-            _threads()
+            torch.get_num_threads()
         )  # fmt: skip
 
     def multiply(
@@ -102,7 +102,7 @@ class CodesKernel:
             rows,
             x_TI.shape[1],
             blocksize,
-            _threads(),
+            torch.get_num_threads(),
         )
         return out_TO
 
@@ -118,7 +118,7 @@ class CodesKernel:
         out_TI = torch.empty(len(gradient_TO), columns, dtype=torch.bfloat16)
         self._multiply_back(
             codes, absmax, values.data_ptr(), gradient_TO.data_ptr(), out_TI.data_ptr(), *gradient_TO.shape, columns,
-            blocksize, _threads()
+            blocksize, torch.get_num_threads()
         )  # fmt: skip
         return out_TI
 
@@ -140,7 +140,7 @@ class CodesKernel:
             x.numel() // columns,
             columns,
             epsilon,
-            _threads(),
+            torch.get_num_threads(),
         )
         return out
 
@@ -178,10 +178,11 @@ class CodesKernel:
         places = _POINTER * count
         low_TR = torch.empty(len(x_TI), count * rank, dtype=torch.bfloat16)
         a, b = ([part.data_ptr() for part in parts] for parts in (a_parts, b_parts))
-        self._low(count, places(*a), rank, x_TI.data_ptr(), low_TR.data_ptr(), *x_TI.shape, _threads())
+        self._low(count, places(*a), rank, x_TI.data_ptr(), low_TR.data_ptr(), *x_TI.shape, torch.get_num_threads())
         outputs = (_NUMBER * count)(*sizes)
         self._add(
-            count, places(*b), outputs, rank, low_TR.data_ptr(), y_TO.data_ptr(), len(y_TO), scale, _threads()
+            count, places(*b), outputs, rank, low_TR.data_ptr(), y_TO.data_ptr(), len(y_TO), scale,
+            torch.get_num_threads()
         )  # fmt: skip
 
 
@@ -227,7 +228,3 @@ def _build(command: Sequence[str], path: Path) -> None:
         )
         made.chmod(0o700)
         made.replace(path)
-
-
-def _threads() -> int:
-    return torch.get_num_threads()

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from qlora_rl.engine.compat import adapter_manager
 from qlora_rl.engine.linears.cpu_kernel import CodesKernel, codes_kernel
 
 Groups = list[tuple[int, torch.Tensor | None]]
@@ -120,7 +121,7 @@ def multiply_adapters_directly(runner: Any) -> str:
     """
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-    manager = getattr(getattr(runner, "lora_manager", None), "_adapter_manager", None)
+    manager = adapter_manager(runner)
     if manager is None:
         return "the engine takes no adapters"
     if not runner.vllm_config.model_config.enforce_eager:

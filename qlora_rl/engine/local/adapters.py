@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +19,6 @@ from qlora_rl.versions import Versions
 
 if TYPE_CHECKING:
     from vllm import LLM
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -71,6 +68,11 @@ class Adapters:
     def numbers(self) -> tuple[int, ...]:
         """vLLM's numbers of what is in the slots that are this object's own."""
         return tuple(self._held)
+
+    def overwritten(self) -> tuple[int, ...]:
+        """vLLM's numbers of those whose places the next push takes."""
+        is_lent = self._slots is not None and self._slots.is_valid() and self.served is not None
+        return tuple(each for each in self._held if not is_lent or each != self.served.request.lora_int_id)
 
     def load(
         self, llm: LLM, directory: Path, version: int, let_go: Callable[[int], None] = lambda adapter: None
@@ -125,18 +127,6 @@ class Adapters:
             self._forget(llm, number)
         self._live, self.version, self.is_lost, self._slots = Versions(), 0, False, None
 
-    def keep(self) -> None:
-        """Have what serves in a directory: what is in a slot goes with vLLM's tensors, and may be read until then."""
-        if self.served is None or self.is_lost:
-            return
-        try:
-            directory = self.served.recover()
-        except Exception as error:
-            logger.warning("adapter version %d could not be kept for recovery: %s", self.version, error)
-            return
-        served = replace(self.served, recover=lambda: directory)
-        self._live = self._live.without_newest().with_newest(served)
-
     def load_again(self, llm: LLM) -> None:
         """Load what serves again; without its directory the engine must not go on as the bare base."""
         if self.served is None:
@@ -156,8 +146,7 @@ class Adapters:
             self.load(llm, directory, self.version)
 
     def before_sleep(self, llm: LLM) -> None:
-        """Note what serves, and have it in a directory."""
-        self.keep()
+        """Note what serves."""
         self._before_sleep = self.held(llm, self.max_rank)
 
     def after_wake(self, llm: LLM) -> None:

@@ -18,18 +18,38 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 
-class DenseWeights:
-    """Loads weights into the `vllm.LLM` that the engine hands in, and knows whether what is there may serve."""
+class LoadedWeights:
+    """Which weights are in an engine, and whether they may serve.
+
+    Attributes:
+        version: whose weights they are; 0 is the base directory's.
+        lost: why nothing is served; empty otherwise.
+        loads: sets of weights that were written over the engine's since the start.
+    """
 
     def __init__(self) -> None:
-        self.version = 0
-        self.lost = ""
-        self._pushes = 0
+        self.version, self.lost, self.loads = 0, "", 0
 
     @property
     def salt(self) -> str:
         """Part of the prefix-cache key of every request; no two sets of weights have the same."""
-        return f"base-{self._pushes}" if self._pushes else "base"
+        return f"base-{self.loads}" if self.loads else "base"
+
+    def reject_lost(self, *, bare: bool = False) -> None:
+        """Raise where the weights that are asked for are not there."""
+        if self.lost:
+            raise EngineBrokenError(
+                f"generating: {self.lost}. Push again, or call drop_adapter() to go on with the weights of the base "
+                "directory."
+            )
+        if bare and self.version:
+            raise EngineUnsupportedError(
+                f"scoring the bare base: weights version={self.version} replaced it. Call drop_adapter() first."
+            )
+
+
+class DenseWeights(LoadedWeights):
+    """Loads weights into the `vllm.LLM` that the engine hands in."""
 
     def load(
         self, llm: LLM, weights: Iterable[tuple[str, torch.Tensor]], version: int, *, serves: int | None = None
@@ -43,7 +63,7 @@ class DenseWeights:
         try:
             counted.pull()  # before anything is touched: the stream may not even begin
             is_touched = True
-            self._pushes += 1  # whatever was cached of the old weights is never asked for again
+            self.loads += 1  # whatever was cached of the old weights is never asked for again
             self.version, self.lost = version, f"only a part of weights version={version} arrived"
             missing = llm.collective_rpc("qlora_load_dense", args=(counted,))[0]
             if missing:
@@ -70,7 +90,7 @@ class DenseWeights:
 
     def rebuilt(self) -> None:
         """vLLM was rebuilt, on the base directory."""
-        self._pushes += 1
+        self.loads += 1
         if self.version:
             self.lost = f"weights version={self.version} were lost when the engine was rebuilt"
 
@@ -78,18 +98,6 @@ class DenseWeights:
         """Serve the weights of the base directory again, as version 0."""
         if self.version or self.lost:
             self.load(llm, StoredTensors(base).items(), 0)
-
-    def reject_lost(self, *, bare: bool) -> None:
-        """Raise where the weights that are asked for are not there."""
-        if self.lost:
-            raise EngineBrokenError(
-                f"generating: {self.lost}. Push again, or call drop_adapter() to go on with the weights of the base "
-                "directory."
-            )
-        if bare and self.version:
-            raise EngineUnsupportedError(
-                f"scoring the bare base: weights version={self.version} replaced it. Call drop_adapter() first."
-            )
 
     def reject_adapters(self, max_rank: int) -> None:
         """Raise where adapters cannot be served, or the base is no longer the one that they were made for."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,11 +22,10 @@ from qlora_rl.engine.linears.base_compute import BaseCompute, check_wish
 from qlora_rl.engine.local.adapters import Adapters
 from qlora_rl.engine.local.borrowing_models import BorrowingModels
 from qlora_rl.engine.local.dense import DenseWeights
-from qlora_rl.engine.local.ranks import watched
 from qlora_rl.engine.local.routing import Routing, choices_of
 from qlora_rl.engine.local.step_loop import Driver, alone
 from qlora_rl.engine.options import cache_advice, start_options
-from qlora_rl.engine.sampling import SCORING, check_lengths, holds_nan, sampled, sampling_params
+from qlora_rl.engine.sampling import SCORING, check_lengths, holds_nan, sampled, sampling_params, spec_of
 from qlora_rl.engine.worker.extension import Lending
 from qlora_rl.engine.worker.parallel import IN_PROCESSES, described
 from qlora_rl.errors import EngineBrokenError, EngineClosedError, EngineUnsupportedError
@@ -59,9 +59,8 @@ class LocalEngine:
         model_impl: vLLM's own model code ("vllm"), transformers' ("transformers"), or "auto".
         trust_remote_code: let the model's own code run.
         seed: of the engine; requests carry their own.
-        base_compute: what linears multiply with: "nf4" and "auto" on the CPU the codes, by a kernel of ours; "vllm",
-            its own way, for the adapter too. On a GPU "auto" measures, all else is vLLM's way. The attribute says the
-            outcome.
+        base_compute: what linears multiply with on the CPU: "nf4" is the codes, by a kernel of ours; "vllm" its own
+            way, for the adapter too. On a GPU all is vLLM's way. The attribute says the outcome.
         repair_scales: write the exact scales into vLLM when it has loaded (`repair_base`).
         vllm_options: further arguments of `vllm.LLM`.
 
@@ -117,7 +116,6 @@ class LocalEngine:
             model_impl=model_impl,
             trust_remote_code=trust_remote_code,
             seed=seed,
-            base_compute=base_compute,
             **vllm_options,
         )
         self._start, self._vllm_version, self._is_cpu = start, start.vllm_version, start.is_cpu
@@ -272,9 +270,7 @@ class LocalEngine:
             VersionGoneError: the engine no longer holds `version`.
             RolloutCancelledError: another thread has called `cancel`.
         """
-        if sampling is not None and fields:
-            raise TypeError("generate: give either sampling= or its fields by name, not both.")
-        sampling = sampling or SamplingSpec(**fields)
+        sampling = spec_of(sampling, fields)
         self.wake()
         asked = encoded(self.tokenizer, prompts)
         check_lengths([token_ids(p) for p in asked], self._max_model_length)
@@ -290,10 +286,23 @@ class LocalEngine:
             routing_weights=routing[1],
         )
 
-    def cancel(self) -> None:
+    def cancel(self, threads: Iterable[int] | None = None) -> None:
         """Have the calls of other threads end between two steps, with `RolloutCancelledError`; none of their requests
-        stays."""
-        self._driver.cancel()
+        stays.
+
+        Args:
+            threads: only the calls of these (`threading.get_ident`).
+        """
+        found = None if threads is None else set(threads)
+        self._driver.cancel(lambda call: found is None or call.thread in found)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """No step of vLLM, in whichever thread, while it lasts: to change what is global to the process. Transformers
+        changes torch's default dtype while it builds a model, PEFT patches a method of all modules, and a seed is that
+        of all threads."""
+        with self._driver.door, self._driver.lock:
+            yield
 
     @alone
     def load_adapter(self, directory: Path, version: int) -> None:
@@ -438,7 +447,7 @@ class LocalEngine:
         ranks = self._start.ranks
         self._products = Float32Products(*self._start.dtypes, owner=self)
         try:
-            with compat.construction(ranks), watched(ranks, self._driver.watch):
+            with compat.construction(ranks):
                 from vllm import LLM
 
                 try:
@@ -478,9 +487,6 @@ class LocalEngine:
             raise EngineClosedError("using the engine: it was closed, by itself or with its trainer. Make a new one.")
         if self._is_broken:
             logger.warning("rebuilding the engine after a failure; version %d is loaded again", self.version)
-            if self._llm is not None:
-                for each in (self._adapters, *self._lanes):
-                    each.keep()
             self._tear_down()
             if self._options["enable_sleep_mode"] and compat.held_for_sleep():
                 self._stay_awake("tensors of the engine before are in use, and vLLM's sleep mode takes one engine")
@@ -586,16 +592,47 @@ class Lane(LocalEngine):
         """The engine's."""
         self._engine.wake()
 
+    def is_read(self) -> bool:
+        """Somebody generates with one of its versions."""
+        return self._driver.reads(self._adapters.numbers)
+
+    @alone
+    def may_overwrite(self) -> bool:
+        """Nobody generates with the version that the next push overwrites, nor begins any more; where somebody does,
+        False, and all is as before."""
+        numbers = self._adapters.overwritten()
+        if self._driver.reads(numbers):
+            return False
+        for adapter in numbers:
+            self._adapters.forget_before(adapter)
+        return True
+
+    @alone
+    def drop_adapter(self) -> None:
+        """Serve the bare base again, as version 0; what others generate goes on."""
+        self._ensure_usable()
+        self._free()
+
     @alone
     def close(self, *, force: bool = False) -> None:
-        """Free the slots, once what is generated with them is done; harmless when repeated."""
+        """Free the slots, once what is generated with them is done; harmless when repeated.
+
+        Args:
+            force: end that, with RolloutCancelledError.
+        """
         if self._adapters not in self._engine._lanes:
             return
         self._engine._lanes.remove(self._adapters)
         if self._llm is not None and not self._is_broken:
-            for adapter in self._adapters.numbers:
-                self._finish_calls(adapter)
-            self._adapters.drop(self._llm)
+            if force:
+                numbers = self._adapters.numbers
+                self._driver.cancel(lambda call: call.adapter in numbers)
+            self._free()
+
+    def _free(self) -> None:
+        for adapter in self._adapters.numbers:
+            self._finish_calls(adapter)
+        self._adapters.drop(self._llm)
 
     def _ensure_usable(self) -> None:
         if self._adapters not in self._engine._lanes:  # its version is 0 now, and the bare base is another policy

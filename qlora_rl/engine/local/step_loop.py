@@ -48,6 +48,7 @@ class Call:
         adapter: vLLM's number of the adapter that generates them; 0 is none.
         ended: what has ended all calls from outside.
         params: vLLM's parameters of its requests.
+        thread: that has begun it.
     """
 
     names: list[str]
@@ -57,6 +58,7 @@ class Call:
     left: int = 0
     ended: Exception | None = None
     params: Sequence[Any] = ()
+    thread: int = field(default_factory=threading.get_ident)
 
 
 class Driver:
@@ -81,13 +83,8 @@ class Driver:
     def __init__(self, on_failure: Callable[[], None], on_end: Callable[[Call], None] = lambda call: None) -> None:
         self.door, self.lock, self.stream = threading.RLock(), threading.RLock(), OwnStream()
         self._on_failure, self._on_end = on_failure, on_end
-        self._lost: Callable[[], str] = lambda: ""
         self._open: list[Call] = []
         self._number = 0
-
-    def watch(self, lost: Callable[[], str]) -> None:
-        """Take note of what names the process of the engine that has ended; empty where none has."""
-        self._lost = lost
 
     def begin(self, engine: Any, prompts: Sequence[Any], params: Sequence[Any], lora: Any) -> Call:
         """Hand B requests to vLLM's engine.
@@ -193,10 +190,14 @@ class Driver:
             )
             raise KeyboardInterrupt from None
 
-    def cancel(self) -> None:
-        """Have the open calls end between two steps."""
+    def reads(self, adapters: Sequence[int]) -> bool:
+        """Somebody generates with one of these."""
+        return any(call.left and call.adapter in adapters for call in list(self._open))
+
+    def cancel(self, which: Callable[[Call], bool] = lambda call: True) -> None:
+        """Have the open calls end between two steps, or those of them that are meant."""
         for call in list(self._open):
-            if call.left and call.ended is None:
+            if call.left and call.ended is None and which(call):
                 call.ended = RolloutCancelledError("generating: the call was cancelled, because the run ends.")
 
     def fail(self, error: Exception) -> None:
@@ -210,7 +211,7 @@ class Driver:
         try:
             outputs = engine.step()
         except Exception as error:
-            said = self._lost() or f"{type(error).__name__}: {error}"
+            said = f"{type(error).__name__}: {error}"
             broken = EngineBrokenError(
                 f"generating: vLLM failed in a step ({said}). The engine is rebuilt at its next use."
             )

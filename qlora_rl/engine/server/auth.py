@@ -66,14 +66,15 @@ class Gate:
             )
             return
         length = dict(scope["headers"]).get(b"content-length", b"0")
-        if not length.isdigit() or len(length) > 18 or int(length) > self.max_body_bytes:
-            await self._reject_body(receive, send)
+        limit = self._limit(scope)
+        if not length.isdigit() or len(length) > 18 or int(length) > limit:
+            await self._reject_body(receive, send, limit)
             return
         with contextlib.ExitStack() as stack:
             kind = dict(scope["headers"]).get(b"content-type", b"application/json")
             is_vllms = not scope["path"].startswith(OWN_PATH) and b"json" in kind.lower()
             begin = lambda: stack.enter_context(self.visits.visit())  # noqa: E731
-            body = _Body(receive, send, self.max_body_bytes, begin, is_text=is_vllms)
+            body = _Body(receive, send, limit, begin, is_text=is_vllms)
             try:
                 await self.app(scope, body.receive, body.send)
             except (TooLargeError, HalfCharacterError):
@@ -84,19 +85,22 @@ class Gate:
                 await _reject(send, 503, "", "asking the server: it is ending. Ask again when it was restarted.")
             finally:
                 if body.is_too_large and not body.has_answered:
-                    await self._reject_body(receive, send, is_whole=body.is_whole)
+                    await self._reject_body(receive, send, limit, is_whole=body.is_whole)
                 elif body.is_no_text and not body.has_answered:
                     message = "asking the server: the body is no whole UTF-8 text: it holds half a character, such as "
                     await _reject(send, 400, "BadRequestError", message + "\\ud83d, or a byte 0. Send text.")
 
-    async def _reject_body(self, receive: Receive, send: Send, *, is_whole: bool = False) -> None:
-        limit = f"max_body_bytes={self.max_body_bytes}"
-        message = f"asking the server: the body is larger than {limit}. Send less at a time."
+    def _limit(self, scope: Scope) -> int:
+        """Bytes of a body at most."""
+        return self.max_body_bytes
+
+    async def _reject_body(self, receive: Receive, send: Send, limit: int, *, is_whole: bool = False) -> None:
+        message = f"asking the server: the body is larger than max_body_bytes={limit}. Send less at a time."
         await _reject(send, 413, "SyncError", message, is_last=False)
         # To hang up on a client that still writes resets the connection, and may take the answer with it.
         if not is_whole:
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(_discard(receive, 2 * self.max_body_bytes), _LINGER_SECONDS)
+                await asyncio.wait_for(_discard(receive, 2 * limit), _LINGER_SECONDS)
         await send({"type": "http.response.body", "body": b""})
 
     def _knows(self, scope: Scope) -> bool:

@@ -16,10 +16,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace, TracebackType
+from types import SimpleNamespace
 from typing import Any
 
 from qlora_rl.adapter.export import read_adapter
@@ -27,7 +27,7 @@ from qlora_rl.adapter.store import AdapterStore, default_root, pack_adapter
 from qlora_rl.base.checkpoint import open_base
 from qlora_rl.base.fingerprint import compare, recorded_fingerprint
 from qlora_rl.base.writer import write_ends
-from qlora_rl.contracts import AdapterBundle, rank_class
+from qlora_rl.contracts import AdapterBundle, ClosedAtEnd, rank_class
 from qlora_rl.engine import compat
 from qlora_rl.engine.cleanup import end_with
 from qlora_rl.engine.client import ServerEngine
@@ -92,8 +92,8 @@ def serve(
         port: to listen on; 0 takes a free one.
         api_key_file: holds the key. Without it, or where there is no such file, a key is made and written with mode
             600.
-        adapter_dir: the only place from which adapters are loaded; made with mode 700. By default one of its own on
-            tmpfs.
+        adapter_dir: where pushed adapters and parts of full weights are written; made with mode 700. By default one of
+            its own on tmpfs.
         max_body_mib: largest request; by default what the largest adapter needs.
         ready_file: is written when the server answers: JSON with url, key_file, pid, base, limits.
         base_compute: what linears multiply with; see `LocalEngine`.
@@ -129,7 +129,7 @@ def serve(
         stack.enter_context(interrupts_for_sure(is_starting, lambda: shutil.rmtree(own, ignore_errors=True)))
         stack.enter_context(no_child_left())
         begin(f"starting vLLM on {base}")
-        start = start_options(base, base_compute=base_compute, **{"disable_log_stats": False, **options})
+        start = start_options(base, **{"disable_log_stats": False, **options})
         _check_takes(start)
         key_path, key = read_or_make_key(key_path or own / "api-key")
         store = AdapterStore(check_adapter_dir(own / "adapters" if adapter_dir is None else Path(adapter_dir)))
@@ -269,7 +269,7 @@ class _Server:
             "multiplies_in_float32": all(lifts),
         }
         app.router.routes = [route for route in app.router.routes if getattr(route, "path", "") not in _CLOSED]
-        app.include_router(Api(policy, about, max_body, TrainerLock(LEASE_S)).router())
+        app.include_router(Api(policy, about, TrainerLock(LEASE_S)).router())
         # In front of everything, Starlette's own error page included; vLLM has built the stack already, so that none
         # can be added.
         inner = Shutter(app.middleware_stack or app.build_middleware_stack(), weights, PREFIX)
@@ -314,11 +314,6 @@ def _measure(policy: Any) -> None:
         ("pushes", "Adapters taken or dropped since the start", lambda: policy.pushes),
         ("push_seconds", "Seconds that the newest push took inside the server", lambda: policy.seconds),
         ("push_bytes", "Bytes of the newest adapter", lambda: policy.nbytes),
-        (
-            "canary_difference",
-            "Logprobs of trainer and server, their difference at the newest check",
-            lambda: policy.canary,
-        ),
     ):
         with contextlib.suppress(ValueError):  # a second server in one process
             Gauge(f"qlora_rl_policy_{name}", text, registry=REGISTRY).set_function(read)
@@ -395,7 +390,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 @dataclass
-class RunningServer:
+class RunningServer(ClosedAtEnd):
     """A server in a process of its own; stops it at the end of a `with` block.
 
     Attributes:
@@ -423,13 +418,7 @@ class RunningServer:
                 self.process.wait()
         shutil.rmtree(self.directory, ignore_errors=True)
 
-    def __enter__(self) -> RunningServer:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
+    close = stop
 
 
 def start_server(
@@ -493,7 +482,8 @@ def _started(
         )
     running = RunningServer("", key, process, log, directory)
     try:
-        for _ in _ticks(timeout_s):
+        end = time.monotonic() + timeout_s
+        while time.monotonic() < end:
             if ready.is_file():
                 running.url = json.loads(ready.read_text())["url"]
                 return running
@@ -502,6 +492,7 @@ def _started(
                 raise EngineUnsupportedError(
                     f"starting a server on {base}: it ended with code={process.returncode}. The end of its log:\n{tail}"
                 )
+            time.sleep(0.1)
         raise EngineBrokenError(
             f"starting a server on {base}: it did not answer within timeout_s={timeout_s:.0f}. Allow more, or look "
             "into its output with `qlora-rl serve`."
@@ -509,13 +500,6 @@ def _started(
     except BaseException:
         running.stop()
         raise
-
-
-def _ticks(timeout_s: float) -> Iterator[None]:
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        yield
-        time.sleep(0.1)
 
 
 class LocalServer(ServerEngine):

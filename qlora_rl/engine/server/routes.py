@@ -1,4 +1,5 @@
-"""The server's own routes, under `/qlora/v1`: what a trainer needs and vLLM's OpenAI server does not give.
+"""The server's own routes, under `/qlora/v1`: what a trainer needs and vLLM's OpenAI server does not give; and which
+trainer may push.
 
 Every answer names the start of the server and the version that serves. A request that names another start is rejected
 (412): after a restart nothing runs on the bare base by mistake.
@@ -7,11 +8,14 @@ Every answer names the start of the server and the version that serves. A reques
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import logging
 import secrets
-from collections.abc import Awaitable, Callable
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -19,17 +23,15 @@ from starlette.requests import ClientDisconnect
 
 from qlora_rl.documents import parse_object
 from qlora_rl.engine import compat
+from qlora_rl.engine.client.engine import PREFIX, SESSION, VERSION
+from qlora_rl.engine.client.http_errors import GAVE_UP, RESTARTED, START
 from qlora_rl.engine.images import Prompt, token_ids, unpack
 from qlora_rl.engine.server.auth import TooLargeError
-from qlora_rl.engine.server.served_adapter import ServedPolicy, Wanted, read_probe
-from qlora_rl.engine.server.served_weights import ServedWeights
-from qlora_rl.engine.server.trainer_lock import TrainerLock
-from qlora_rl.errors import ConfigConflictError, QloraRLError
+from qlora_rl.engine.server.served_adapter import ServedPolicy, Wanted
+from qlora_rl.errors import ConfigConflictError, QloraRLError, ServerTakenError
 
 logger = logging.getLogger(__name__)
 
-PREFIX = "/qlora/v1"
-START, SESSION, GAVE_UP = "x-qlora-start", "x-qlora-session", "x-qlora-gave-up"
 STATUS = {
     "AccessDeniedError": 403,
     "ConfigConflictError": 400,
@@ -40,8 +42,88 @@ STATUS = {
     "SyncError": 422,
     "EngineBrokenError": 503,
 }
-RESTARTED = 412
+Handler = Callable[[Request], Awaitable[dict[str, Any] | None]]
 GONE = 499  # the client has closed the connection; nobody reads it
+
+
+class TrainerLock:
+    """One trainer at a time pushes.
+
+    Args:
+        idle_s: after so many seconds without a word from it, another may take its place.
+    """
+
+    def __init__(self, idle_s: float):
+        self.idle_s = idle_s
+        self._holder = ""
+        self._heard = 0.0
+        self._open: Counter[str] = Counter()
+        self._changes = 0  # that were not rejected
+
+    @contextlib.contextmanager
+    def hearing(self, session: str) -> Iterator[None]:
+        """A request: while one of the holder's is open, it is not silent."""
+        self._open[session] += 1
+        try:
+            yield
+        finally:
+            self._open[session] -= 1
+            self._open += Counter()  # forgets zeros
+            if session == self._holder:
+                self._heard = time.monotonic()
+
+    @contextlib.contextmanager
+    def awaiting(self, session: str) -> Iterator[None]:
+        """Within `hearing`, while bytes of the request are waited for: if they do not come, its trainer is silent."""
+        self._open[session] -= 1
+        try:
+            yield
+        finally:
+            self._open[session] += 1
+        if session == self._holder:
+            self._heard = time.monotonic()
+
+    def claim(self, session: str, *, force: bool = False) -> None:
+        """Become the holder.
+
+        Raises:
+            ServerTakenError: another one is.
+        """
+        if not force:
+            self.reject_other(session)
+        self._holder, self._heard = session, time.monotonic()
+
+    @contextlib.contextmanager
+    def trying(self, session: str) -> Iterator[None]:
+        """A change that this trainer asks for: whoever is rejected does not become the holder.
+
+        Raises:
+            ServerTakenError: another one is.
+        """
+        before, changes = (self._holder, self._heard), self._changes
+        self.claim(session)
+        try:
+            yield
+        except BaseException:
+            if before[0] != session == self._holder and changes == self._changes:
+                self._holder, self._heard = before
+            raise
+        self._changes += 1
+
+    def reject_other(self, session: str) -> None:
+        """Raise `ServerTakenError` where another trainer holds the server."""
+        silent = 0.0 if self._open[self._holder] else time.monotonic() - self._heard
+        if self._holder and self._holder != session and silent < self.idle_s:
+            raise ServerTakenError(
+                f"taking the server: another trainer holds it and was heard {silent:.0f} s ago. Start a server of your "
+                f"own, stop that trainer, wait until it has been silent for {self.idle_s:.0f} s, or take it with "
+                "ServerEngine.claim(force=True)."
+            )
+
+    def release(self, session: str) -> None:
+        """Stop being the holder."""
+        if session == self._holder:
+            self._holder = ""
 
 
 class Api:
@@ -50,12 +132,11 @@ class Api:
     Args:
         policy: what serves.
         about: what does not change while the server runs, for `/state`.
-        max_body_bytes: of one request.
         lease: who may push.
     """
 
-    def __init__(self, policy: ServedPolicy, about: dict[str, Any], max_body_bytes: int, lease: TrainerLock):
-        self.policy, self.about, self.lease, self.max_body_bytes = policy, about, lease, max_body_bytes
+    def __init__(self, policy: ServedPolicy, about: dict[str, Any], lease: TrainerLock):
+        self.policy, self.about, self.lease = policy, about, lease
         self.start = secrets.token_hex(8)
 
     def router(self) -> APIRouter:
@@ -64,10 +145,12 @@ class Api:
         changing = (
             ("/repair", "POST", self.repair),
             ("/adapter", "PUT", self.push),
-            ("/adapter", "POST", self.load),
             ("/adapter", "DELETE", self.drop),
-            ("/canary", "POST", self.canary),
-            *WeightsApi(self.policy.weights, self.lease, _session, _number, self.policy.order).routes(),
+            ("/weights", "POST", self.begin_weights),
+            ("/weights", "PUT", self.write_part),
+            ("/weights/part", "POST", self.take_part),
+            ("/weights/commit", "POST", self.commit_weights),
+            ("/weights", "DELETE", self.withdraw_weights),
         )
         for path, method, handler in (
             ("/state", "GET", self.state),
@@ -75,7 +158,6 @@ class Api:
             ("/held", "GET", self.held),
             ("/generate", "POST", self.generate),
             ("/score", "POST", self.score),
-            ("/probe", "POST", self.probe),
             ("/lease", "POST", self.claim),
             ("/lease", "DELETE", self.release),
             *((path, method, self._by_its_trainer(handler)) for path, method, handler in changing),
@@ -120,15 +202,6 @@ class Api:
             self.lease.claim(_session(request))  # somebody may have taken it meanwhile
             return {"new": await self.policy.push(blob, version, digest), "digest": self.policy.digest}
 
-    async def load(self, request: Request) -> dict[str, Any]:
-        """An adapter that is in the adapter directory."""
-        asked = await _json(request, path=str, version=int)
-        async with self.policy.order:
-            self.lease.claim(_session(request))
-            wanted = _optional(asked, "digest", str)
-            new = await self.policy.load(asked["path"], asked["version"], self.max_body_bytes, wanted)
-            return {"new": new, "digest": self.policy.digest}
-
     async def drop(self, request: Request) -> dict[str, Any]:
         """Serve the bare base."""
         async with self.policy.order:
@@ -155,16 +228,6 @@ class Api:
         sequences = await self._prompts(asked, "sequences")
         return await _unless_gone(request, self.policy.score(sequences, asked["bare"], wanted))
 
-    async def probe(self, request: Request) -> dict[str, Any]:
-        """Digest of a small file in the adapter directory: does the client see the same one?"""
-        asked = await _json(request, path=str)
-        return {"digest": read_probe(self.policy.store.root.parent, asked["path"])}
-
-    async def canary(self, request: Request) -> dict[str, Any]:
-        """What the trainer's canary has found, for the metrics."""
-        self.policy.canary = (await _json(request, difference=float))["difference"]
-        return {}
-
     async def claim(self, request: Request) -> dict[str, Any]:
         """Become the one trainer that pushes."""
         self.lease.claim(_session(request), force=request.query_params.get("force") == "1")
@@ -174,6 +237,43 @@ class Api:
         """Stop being it."""
         self.lease.release(_session(request))
         await self.policy.weights.leave(_session(request))
+        return {}
+
+    async def begin_weights(self, request: Request) -> dict[str, Any]:
+        """Open a push of full weights; `version` in the query. Gives its name, and a directory for a client on this
+        host."""
+        return await self.policy.weights.begin(_session(request), _number(request, "version"))
+
+    async def write_part(self, request: Request) -> dict[str, Any]:
+        """The body is a piece of a part (safetensors); `push`, `part` and `offset` in bytes are in the query."""
+        push, part = request.query_params.get("push", ""), _number(request, "part")
+        offset = _number(request, "offset")
+        await self.policy.weights.write(_session(request), push, part, offset, await request.body())
+        return {}
+
+    async def take_part(self, request: Request) -> dict[str, Any]:
+        """A part is complete; `push`, `part` and its `digest` (sha256) are in the query."""
+        push, digest = request.query_params.get("push", ""), request.query_params.get("digest", "")
+        await self.policy.weights.take(_session(request), push, _number(request, "part"), digest)
+        return {}
+
+    async def commit_weights(self, request: Request) -> dict[str, Any]:
+        """All parts were sent: serve them."""
+        session = _session(request)
+        async with self.policy.order:
+            self.lease.claim(session)  # somebody may have taken it meanwhile
+            return {"new": await self.policy.weights.commit(session, request.query_params.get("push", ""))}
+
+    async def withdraw_weights(self, request: Request) -> dict[str, Any]:
+        """Serve nothing until the next push (`reason`); or, with `push`, only throw that unfinished push away."""
+        session, push = _session(request), request.query_params.get("push", "")
+        if push:
+            await self.policy.weights.abandon(session, push)
+            return {}
+        reason = request.query_params.get("reason", "")
+        if not reason:
+            raise ConfigConflictError("withdrawing weights: the query gives no reason. Send one.")
+        self.policy.weights.withdraw(reason[:200])
         return {}
 
     async def _prompts(self, asked: dict[str, Any], name: str) -> list[Prompt]:
@@ -200,7 +300,7 @@ class Api:
 
     def _answering(self, handler: Handler) -> Callable[..., Any]:
         async def answer(request: Request) -> Response:
-            marks = {START: self.start, "x-qlora-version": str(self.policy.version)}
+            marks = {START: self.start, VERSION: str(self.policy.version)}
             expected = request.headers.get(START)
             if expected is not None and expected != self.start:
                 text = "asking the server: it was restarted since. Verify its base and push the adapter again."
@@ -228,7 +328,7 @@ class Api:
                 logger.exception("%s %s failed", request.method, request.url.path)
                 text = f"asking the server: {type(error).__name__}: {error}. Its log says more."
                 return _error(503, "EngineBrokenError", text, (), marks)
-            marks["x-qlora-version"] = str(self.policy.version)
+            marks[VERSION] = str(self.policy.version)
             if found is None:
                 return Response(status_code=GONE)
             return Response(json.dumps(found), media_type="application/json", headers=marks)
@@ -303,106 +403,3 @@ def _optional(asked: dict[str, Any], name: str, kind: type) -> Any:
 def _is_a(value: Any, kind: type) -> bool:
     """Of this very type, as True is no number; an integer as large as those in a query."""
     return type(value) is kind and not (isinstance(value, int) and not 0 <= value < 10**12)
-
-
-Handler = Callable[["Request"], Awaitable[dict[str, Any] | None]]
-
-
-class WeightsApi:
-    """The handlers; all of them are asked by the one trainer that pushes (`TrainerLock.trying`).
-
-    Args:
-        weights: that serve.
-        lease: who may push.
-        session: of a request.
-        number: of a request's query, by name.
-        order: in which changes of what serves are done.
-    """
-
-    def __init__(
-        self,
-        weights: ServedWeights,
-        lease: TrainerLock,
-        session: Callable[[Request], str],
-        number: Callable[[Request, str], int],
-        order: asyncio.Lock,
-    ):
-        self.weights, self.lease, self._session, self._number = weights, lease, session, number
-        self._order = order
-
-    def routes(self) -> list[tuple[str, str, Handler]]:
-        """Path, method, handler."""
-        return [
-            ("/weights", "POST", self.begin),
-            ("/weights", "PUT", self.write),
-            ("/weights/part", "POST", self.take),
-            ("/weights/commit", "POST", self.commit),
-            ("/weights", "DELETE", self.withdraw),
-        ]
-
-    async def begin(self, request: Request) -> dict[str, Any]:
-        """Open a push of full weights; `version` in the query. Gives its name, and a directory for a client on this
-        host.
-
-        A body, in JSON, says by which other way they come: `weight_channels.Group.describe`.
-        """
-        told = await _told(request)
-        return await self.weights.begin(self._session(request), self._number(request, "version"), told)
-
-    async def write(self, request: Request) -> dict[str, Any]:
-        """The body is a piece of a part (safetensors); `push`, `part` and `offset` in bytes are in the query."""
-        push, part = request.query_params.get("push", ""), self._number(request, "part")
-        offset = self._number(request, "offset")
-        await self.weights.write(self._session(request), push, part, offset, await request.body())
-        return {}
-
-    async def take(self, request: Request) -> dict[str, Any]:
-        """A part is complete; `push`, `part` and its `digest` (sha256) are in the query. One that comes by another way
-        has a body instead: its ticket, size, checksum, and the places of its weights."""
-        session, push, index = (
-            self._session(request),
-            request.query_params.get("push", ""),
-            self._number(request, "part"),
-        )
-        if (carried := await _told(request)) is not None:
-            await self.weights.take_carried(session, push, index, carried)
-        else:
-            await self.weights.take(session, push, index, request.query_params.get("digest", ""))
-        return {}
-
-    async def commit(self, request: Request) -> dict[str, Any]:
-        """All parts were sent: serve them."""
-        session = self._session(request)
-        async with self._order:
-            self.lease.claim(session)  # somebody may have taken it meanwhile
-            return {"new": await self.weights.commit(session, request.query_params.get("push", ""))}
-
-    async def withdraw(self, request: Request) -> dict[str, Any]:
-        """Serve nothing until the next push (`reason`); or, with `push`, only throw that unfinished push away."""
-        session, push = self._session(request), request.query_params.get("push", "")
-        if push:
-            async with self.weights.own(session, push):
-                self.weights.discard()
-            return {}
-        reason = request.query_params.get("reason", "")
-        if not reason:
-            raise ConfigConflictError("withdrawing weights: the query gives no reason. Send one.")
-        self.weights.withdraw(reason[:200])
-        return {}
-
-
-async def _told(request: Request) -> dict[str, Any] | None:
-    """The body, if there is one.
-
-    Raises:
-        ConfigConflictError: it is no JSON object.
-    """
-    body = await request.body()
-    if not body:
-        return None
-    try:
-        return parse_object(body)
-    except ValueError as error:
-        raise ConfigConflictError(
-            f"taking weights: the body is no JSON object ({error}). Send one, or none."
-        ) from error

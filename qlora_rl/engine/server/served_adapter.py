@@ -5,21 +5,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import hashlib
 import logging
-import math
-import os
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
-from qlora_rl.adapter.store import CONFIG, WEIGHTS, AdapterStore, parse_adapter, unpack_adapter
+from qlora_rl.adapter.store import AdapterStore, unpack_adapter
 from qlora_rl.contracts import IS_PROBE, AdapterBundle, SamplingSpec, lora_name
 from qlora_rl.engine import compat
 from qlora_rl.engine.images import Prompt, engine_inputs, token_ids
@@ -36,10 +33,8 @@ from qlora_rl.engine.sampling import (
 )
 from qlora_rl.engine.server.auth import Visits
 from qlora_rl.engine.server.served_weights import ServedWeights
-from qlora_rl.engine.staging import open_regular
 from qlora_rl.engine.worker.parallel import described, held_digests
 from qlora_rl.errors import (
-    AccessDeniedError,
     ConfigConflictError,
     ServerTakenError,
     SyncError,
@@ -119,7 +114,6 @@ class ServedPolicy:
         self.held: Held | None = None
         self.pushes = 0
         self.seconds = self.nbytes = 0.0
-        self.canary = math.nan  # what the trainer's has found last
         self._kept: list[Held] = []
         self._is_stained = False  # there may be NaN in the KV cache
         self._lock = asyncio.Lock()
@@ -153,24 +147,6 @@ class ServedPolicy:
                 f"{self.version} goes on serving."
             )
         return await self._take(await asyncio.to_thread(unpack_adapter, blob), version, digest)
-
-    async def load(self, path: str, version: int, max_bytes: int, wanted: str | None = None) -> bool:
-        """Serve a PEFT directory that is under the adapter directory; its files are read once and copied.
-
-        `wanted` is the digest of what the client has written there.
-
-        Raises:
-            AccessDeniedError: the path leads out of the adapter directory.
-            SyncError: as with `push`.
-        """
-        bundle, digest = await asyncio.to_thread(read_allowed, self.store.root.parent, path, max_bytes)
-        if wanted is not None and digest != wanted:
-            raise SyncError(
-                f"taking adapter version={version}: its files have digest={digest[:16]} != digest={wanted[:16]} of "
-                f"what was written. The directory shows something else here; push again. Version {self.version} goes "
-                "on serving."
-            )
-        return await self._take(bundle, version, digest)
 
     async def _take(self, bundle: AdapterBundle, version: int, digest: str) -> bool:
         if version < 1:
@@ -255,9 +231,8 @@ class ServedPolicy:
             ServerTakenError: it is not `wanted` (version and digest; `None` is any).
         """
         spec = parse_spec(sampling)
-        started = time.perf_counter()
         version, outputs = await self._run(prompts, spec, places, wanted=wanted)
-        return {**sampled(outputs), "version": version, "seconds": time.perf_counter() - started}
+        return {**sampled(outputs), "version": version}
 
     async def score(
         self, sequences: Sequence[Prompt], bare: bool, wanted: Wanted = (None, None, False)
@@ -409,80 +384,3 @@ def misfits(bundle: AdapterBundle, sizes: Mapping[str, Sequence[int]], max_rank:
                 f"{name} holds {float(tensor.abs().max()):.3g}, larger than {_LARGEST:.0f}: the policy would give NaN"
             )
     return reasons
-
-
-def read_allowed(root: Path, path: str, max_bytes: int) -> tuple[AdapterBundle, str]:
-    """Read an adapter's two files from a directory under `root`; no link is followed.
-
-    Returns:
-        The adapter, and a digest of both files.
-
-    Raises:
-        AccessDeniedError: the path is not under `root`, or a link is on the way.
-        SyncError: there is no adapter, or it is too large.
-    """
-    asked = _resolve(root, path)
-    way = f"Put it under {root}, the adapter directory of the server."
-    parts = {}
-    for name in (WEIGHTS, CONFIG):
-        try:
-            with _open_below(root, os.path.join(asked, name)) as file:
-                parts[name] = file.read(max_bytes + 1)
-        except OSError as error:
-            kind = AccessDeniedError if error.errno in (errno.ELOOP, errno.ENOTDIR) else SyncError
-            raise kind(f"loading an adapter: {name} in {path!r}: {error.strerror}. {way}") from error
-        if len(parts[name]) > max_bytes:
-            raise SyncError(f"loading an adapter: {name} in {path!r} has more than {max_bytes} bytes.")
-    try:
-        bundle = parse_adapter(parts[WEIGHTS], parts[CONFIG])
-    except ValueError as error:
-        raise SyncError(f"loading an adapter: {path!r}: {error}. Write it again.") from error
-    return bundle, hashlib.sha256(parts[WEIGHTS] + parts[CONFIG]).hexdigest()
-
-
-def _resolve(root: Path, path: str) -> str:
-    """The path, if it is under `root` and no link is on the way.
-
-    Raises:
-        AccessDeniedError: otherwise.
-    """
-    top = os.path.realpath(root)
-    asked = os.path.normpath(os.path.join(top, path))
-    # The kernel takes neither what is longer nor zeros; half a surrogate pair is no path at all.
-    is_path = len(path) < 4096 and not any(each == "\0" or "\ud800" <= each <= "\udfff" for each in path)
-    is_inside = is_path and ".." not in Path(path).parts and asked.startswith(top + os.sep)
-    if not is_inside or os.path.realpath(asked) != asked:
-        raise AccessDeniedError(
-            f"loading an adapter: {path[:200]!r} leads out of the adapter directory, or through a link. "
-            f"Put it under {top}, the adapter directory of the server."
-        )
-    return asked
-
-
-def _open_below(root: Path, asked: str) -> BinaryIO:
-    """Open a regular file, directory by directory: what becomes a link on the way, meanwhile too, is an OSError."""
-    top = os.path.realpath(root)
-    *ways, name = os.path.relpath(asked, top).split(os.sep)
-    handle = os.open(top, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        for way in ways:
-            below = os.open(way, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=handle)
-            os.close(handle)
-            handle = below
-        return open_regular(name, below=handle)
-    finally:
-        os.close(handle)
-
-
-def read_probe(root: Path, path: str) -> str:
-    """Digest of a small file under `root`, or nothing: does a client see the same directory?
-
-    Raises:
-        AccessDeniedError: the path is not under `root`, or a link is on the way.
-    """
-    asked = _resolve(root, path)
-    try:
-        with _open_below(root, asked) as file:
-            return hashlib.sha256(file.read(64)).hexdigest()
-    except OSError:
-        return ""

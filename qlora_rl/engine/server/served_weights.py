@@ -5,21 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
-import secrets
 import time
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from qlora_rl.contracts import Leaf
 from qlora_rl.engine import compat
+from qlora_rl.engine.local.dense import LoadedWeights
 from qlora_rl.engine.server.auth import OPEN_PATH, Receive, Scope, Send
-from qlora_rl.engine.staging import Stage, reject_foreign
-from qlora_rl.engine.weight_channels import ALIGNED
-from qlora_rl.errors import ConfigConflictError, EngineBrokenError, EngineUnsupportedError, QloraRLError, SyncError
+from qlora_rl.engine.staging import OpenPush, Stage
+from qlora_rl.errors import EngineBrokenError, EngineUnsupportedError, QloraRLError, SyncError
 
 # How long a push waits for requests that are running, in seconds.
 DRAIN_S = 600.0
@@ -29,14 +25,11 @@ IDLE_S = 600.0
 _CACHE_S = 10.0
 
 
-class ServedWeights:
+class ServedWeights(LoadedWeights):
     """Takes weights part by part into a `Stage`, and loads them when all are there.
 
     Attributes:
-        version: whose weights are in the engine; 0 is the base directory's.
-        lost: why nothing is served; empty otherwise.
         push: name of the push that brought them; empty for the base directory's.
-        loads: sets of weights that were written over the engine's since the start.
 
     Args:
         engine: vLLM's AsyncLLM.
@@ -45,10 +38,9 @@ class ServedWeights:
     """
 
     def __init__(self, engine: Any, root: Path, expected: Mapping[str, Leaf]):
+        super().__init__()
         self.engine, self.root, self.expected = engine, root, expected
-        self.version, self.lost, self.loads = 0, "", 0
-        self.seconds = self.nbytes = 0.0
-        self._stage: Stage | ChannelStaging | None = None
+        self._open = OpenPush()
         self.push = ""
         self._withdrawn = ""
         self._heard = 0.0
@@ -60,60 +52,34 @@ class ServedWeights:
         """It can be given weights."""
         return bool(self.expected)
 
-    @property
-    def salt(self) -> str:
-        """Part of the prefix-cache key of requests under the weights that are in the engine."""
-        return f"base-{self.loads}" if self.loads else "base"
-
-    def reject_lost(self) -> None:
-        """Raise `EngineBrokenError` where the weights that are in the engine may not serve."""
-        if self.lost:
-            raise EngineBrokenError(f"generating: {self.lost}. Push again, or have the server drop its weights.")
-
-    async def begin(self, session: str, version: int, told: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    async def begin(self, session: str, version: int) -> dict[str, Any]:
         """Open a push; whatever an earlier one has left is thrown away.
 
         Args:
             session: of the client.
             version: that the weights get.
-            told: of a way past the server (`weight_channels`), by which they will come; by default in files or
-                requests.
 
         Raises:
-            EngineUnsupportedError: the engine takes no weights. SyncError: no room for them, or no such way.
+            EngineUnsupportedError: the engine takes no weights. SyncError: no room for them.
         """
         self._reject_adapters()
         if version < 1:
             raise SyncError(f"taking weights version={version}: versions begin with 1; 0 is the bare base.")
         async with self._lock:
-            self.discard()
-            if told is not None:
-                carried = ChannelStaging(self.engine, self.expected, version, session)
-                await carried.begin(told)
-                self._stage = carried
-                self._hear()
-                return {"push": carried.token, "nbytes": carried.nbytes}
-            stage = await asyncio.to_thread(Stage, self.root, self.expected, version, session)
-            self._stage = stage
+            self._open.discard()
+            self._open.staging = stage = await asyncio.to_thread(Stage, self.root, self.expected, version, session)
             self._hear()
         return {"push": stage.token, "directory": stage.incoming.name, "nbytes": stage.nbytes}
 
     async def write(self, session: str, push: str, index: int, offset: int, piece: bytes) -> None:
         """See `Stage.write`."""
-        async with self._own_files(session, push) as stage:
+        async with self.own(session, push) as stage:
             await asyncio.to_thread(stage.write, index, offset, piece)
 
     async def take(self, session: str, push: str, index: int, digest: str) -> None:
         """See `Stage.take`."""
-        async with self._own_files(session, push) as stage:
-            await asyncio.to_thread(stage.take, index, digest)
-
-    async def take_carried(self, session: str, push: str, index: int, part: Mapping[str, Any]) -> None:
-        """See `ChannelStaging.take`."""
         async with self.own(session, push) as stage:
-            if not isinstance(stage, ChannelStaging):
-                raise SyncError("taking weights: this push was begun with files. Push again.")
-            await stage.take(index, part)
+            await asyncio.to_thread(stage.take, index, digest)
 
     async def commit(self, session: str, push: str) -> bool:
         """Serve what was taken, when no request is running; a repeated call changes nothing.
@@ -129,18 +95,10 @@ class ServedWeights:
             return False
         try:
             async with self.own(session, push) as stage:
-                started = time.perf_counter()
-                if isinstance(stage, ChannelStaging):
-                    await stage.require_all()
-                    await self._write_over(stage.version, "qlora_load_carried", (stage.token,))
-                else:
-                    stage.require_all()
-                    files = [str(file) for file in stage.parts]
-                    await self._write_over(stage.version, "qlora_load_parts", (files,))
-                self.push, self._stage = push, None
-                self.seconds, self.nbytes = time.perf_counter() - started, float(stage.nbytes)
-                if not isinstance(stage, ChannelStaging):  # what was carried went with the loading
-                    await asyncio.to_thread(stage.discard)
+                await asyncio.to_thread(stage.require_all)
+                await self._write_over(stage.version, "qlora_load_parts", ([str(file) for file in stage.parts],))
+                self.push, self._open.staging = push, None
+                await asyncio.to_thread(stage.discard)
                 return True
         except SyncError:
             if push == self.push:  # it came again while the first call was at work
@@ -150,7 +108,7 @@ class ServedWeights:
     async def drop(self) -> None:
         """Serve the weights of the base directory again, as version 0."""
         async with self._lock:
-            self.discard()
+            self._open.discard()
             if self.version or self.lost:
                 self.push = ""
                 await self._write_over(0, "qlora_load_base", ())
@@ -164,8 +122,8 @@ class ServedWeights:
     async def leave(self, session: str) -> None:
         """Throw the open push of a client away that goes."""
         async with self._lock:
-            if self._stage is not None and self._stage.session == session:
-                self.discard()
+            if self._open.staging is not None and self._open.staging.session == session:
+                self._open.discard()
 
     def withdraw(self, reason: str) -> None:
         """Serve nothing until the next push; what a commit that is at work brings is withdrawn as well.
@@ -176,12 +134,6 @@ class ServedWeights:
         self._reject_adapters()
         self.lost = self._withdrawn = reason
 
-    def discard(self) -> None:
-        """Throw an open push away."""
-        stage, self._stage = self._stage, None
-        if stage is not None:
-            stage.discard()
-
     @contextlib.asynccontextmanager
     async def reading(self, *, bare: bool = False) -> AsyncIterator[None]:
         """While a request runs: the weights stay as they are.
@@ -190,31 +142,21 @@ class ServedWeights:
             EngineBrokenError: they may not serve.
         """
         async with self._doors.inside():
-            self.reject_lost()
-            if bare and self.version:
-                raise EngineUnsupportedError(
-                    f"scoring the bare base: weights version={self.version} replaced it. Call drop_adapter() first."
-                )
+            self.reject_lost(bare=bare)
             yield
 
     @contextlib.asynccontextmanager
-    async def own(self, session: str, push: str) -> AsyncIterator[Stage | ChannelStaging]:
+    async def own(self, session: str, push: str) -> AsyncIterator[Stage]:
         """The open push, if it is this one; it is thrown away at an error."""
         async with self._lock:
-            stage = reject_foreign(self._stage, push, session)
-            self._hear()
-            try:
+            with self._open.own(push, session) as stage:
+                self._hear()
                 yield stage
-            except BaseException:
-                self.discard()
-                raise
 
-    @contextlib.asynccontextmanager
-    async def _own_files(self, session: str, push: str) -> AsyncIterator[Stage]:
-        async with self.own(session, push) as stage:
-            if isinstance(stage, ChannelStaging):
-                raise SyncError("taking weights: this push was begun with another way than files. Push again.")
-            yield stage
+    async def abandon(self, session: str, push: str) -> None:
+        """Throw that push away."""
+        async with self.own(session, push):
+            self._open.discard()
 
     def _reject_adapters(self) -> None:
         if not self.takes_any:
@@ -231,7 +173,7 @@ class ServedWeights:
     def _forget(self) -> None:
         """A trainer that was killed comes back no more: its weights must not fill the host's memory."""
         if not self._lock.locked() and time.monotonic() - self._heard > IDLE_S:
-            self.discard()
+            self._open.discard()
 
     async def _write_over(self, version: int, call: str, arguments: tuple[Any, ...]) -> None:
         """Have vLLM read weights over its own, when no request is inside."""
@@ -334,104 +276,3 @@ class Shutter:
         except EngineBrokenError as error:
             content = {"kind": "EngineBrokenError", "type": "EngineBrokenError", "message": str(error), "code": 503}
             await JSONResponse({"error": content}, 503)(scope, receive, send)
-
-
-# Drops are awaited by nobody, and must not be collected before they are done.
-_running: set[asyncio.Future[Any]] = set()
-
-
-class ChannelStaging:
-    """What `Stage` is to files: all parts are checked before the engine is touched. They wait in the worker's memory.
-
-    Attributes:
-        token: the push's name.
-        nbytes: of all weights that must come.
-
-    Args:
-        engine: vLLM's AsyncLLM.
-        expected: the weights that must come, by transformers' name.
-        version: that they will have.
-        session: of the client that may send them.
-    """
-
-    def __init__(self, engine: Any, expected: Mapping[str, Leaf], version: int, session: str):
-        self.version, self.session, self.token = version, session, secrets.token_hex(16)
-        self.nbytes = sum(math.prod(leaf.shape) * getattr(torch, leaf.kind).itemsize for leaf in expected.values())
-        self._engine, self._expected = engine, expected
-        self._taken: list[int] = []
-        self._left = self.nbytes + ALIGNED * len(expected)
-
-    async def begin(self, told: Mapping[str, Any]) -> None:
-        """Have the worker open its end of the way.
-
-        Raises:
-            SyncError: it cannot.
-            ConfigConflictError: what was told cannot be sent to it.
-        """
-        wanted = {name: [leaf.kind, list(leaf.shape)] for name, leaf in self._expected.items()}
-        await self._ask("qlora_begin_carried", self.token, _sendable(told), wanted)
-
-    async def take(self, index: int, part: Mapping[str, Any]) -> None:
-        """Have the worker take a part, and check it; the same part may be announced again.
-
-        Raises:
-            SyncError: it is not what was sent, or does not fit the model.
-        """
-        try:
-            check, size = int(part["checksum"]), int(part["nbytes"])
-        except (KeyError, TypeError, ValueError, OverflowError):
-            raise ConfigConflictError(
-                f"taking weights: part={index} comes without a checksum or its size. Send both."
-            ) from None
-        if index < len(self._taken) and self._taken[index] == check:
-            return
-        if index != len(self._taken):
-            raise SyncError(f"taking weights: part={index} came, part={len(self._taken)} is due. Push again.")
-        if not 0 <= size <= self._left:
-            raise SyncError(
-                f"taking weights: part={index} is said to have {size} bytes, and {self._left} are left of the model's "
-                f"{self.nbytes}. Push to the right server."
-            )
-        await self._ask("qlora_take_carried", self.token, _sendable(part))
-        self._taken.append(check)
-        self._left -= size
-
-    async def require_all(self) -> None:
-        """Raise `SyncError` where a weight of the model is missing."""
-        missing = (await self._engine.collective_rpc("qlora_missing_carried", args=(self.token,)))[0]
-        if missing:
-            raise SyncError(
-                f"taking weights version={self.version}: no value came for {len(missing)} of {len(self._expected)} "
-                f"weights of the engine, first {missing[0]}. The stream broke off, or the model is another one; push "
-                "again.",
-                reasons=missing,
-            )
-
-    def discard(self) -> None:
-        """Have the worker let go of what has come; harmless when repeated, and waits for nobody."""
-
-        async def drop() -> None:
-            with contextlib.suppress(Exception):  # an engine that has ended holds nothing
-                await self._engine.collective_rpc("qlora_drop_carried", args=(self.token,))
-
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and so has the engine
-            task = asyncio.get_running_loop().create_task(drop())
-            _running.add(task)
-            task.add_done_callback(_running.discard)
-
-    async def _ask(self, call: str, *arguments: Any) -> None:
-        why = (await self._engine.collective_rpc(call, args=arguments))[0]
-        if why:
-            raise SyncError(why)
-
-
-def _sendable(told: Mapping[str, Any]) -> dict[str, Any]:
-    """What a client has said, if it can be sent to vLLM's worker: huge numbers and half characters cannot."""
-    import msgspec  # vLLM's own way between its processes
-
-    try:
-        return msgspec.msgpack.decode(msgspec.msgpack.encode(dict(told)))
-    except Exception as error:
-        raise ConfigConflictError(
-            f"taking weights: what was sent cannot be passed on: {error}. Send plain values."
-        ) from error

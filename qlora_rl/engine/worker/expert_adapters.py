@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from qlora_rl.engine.compat import adapter_manager
 from qlora_rl.errors import EngineUnsupportedError
 
 
@@ -135,7 +136,7 @@ def take_adapters(runner: Any) -> None:
     Args:
         runner: vLLM's, with its model loaded.
     """
-    manager = getattr(getattr(runner, "lora_manager", None), "_adapter_manager", None)
+    manager = adapter_manager(runner)
     if manager is None:
         return
     tokens = AdaptedTokens(manager._get_punica_wrapper("model"))

@@ -11,10 +11,10 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -22,15 +22,12 @@ from qlora_rl.base.fingerprint import digest_4bit, digest_bytes, digest_plain, f
 from qlora_rl.base.reader import StoredTensors
 from qlora_rl.contracts import BaseFingerprint, Leaf, lora_name
 from qlora_rl.cpu_matmul import Float32Products
+from qlora_rl.engine.compat import adapter_manager
 from qlora_rl.engine.linears.base_compute import install, packs_away
 from qlora_rl.engine.linears.linear import is_left_out
 from qlora_rl.engine.worker.parallel import adapted_layers, held_pieces, held_shards
 from qlora_rl.engine.worker.reload import reload_dense
 from qlora_rl.engine.worker.weight_names import parts, quantised, shard_names, unquantised
-from qlora_rl.errors import QloraRLError, SyncError
-
-if TYPE_CHECKING:
-    from qlora_rl.engine.worker.received_weights import ReceivedWeights
 
 
 @dataclass(frozen=True)
@@ -105,13 +102,7 @@ class BaseExtension:
         return repaired
 
     def qlora_multiply_directly(self, wish: str) -> dict[str, Any]:
-        """Replace what is slow in vLLM's linears on this device; see `base_compute.install`.
-
-        On a GPU that was done before vLLM compiled anything, or is not done; see `workers.MeasuringWorker`.
-        """
-        installed = getattr(self, "qlora_installed", None)
-        if installed is not None:
-            return installed.as_dict()
+        """Replace what is slow in vLLM's linears on this device; see `base_compute.install`."""
         done = install(self.model_runner, wish)
         if self.model_runner.device.type == "cpu":
             done = replace(done, packs_plain=packs_away(self.model_runner.model_config.dtype))
@@ -179,54 +170,6 @@ class BaseExtension:
 
         return self.qlora_load_dense(read_parts(files))
 
-    def qlora_begin_carried(self, push: str, told: Mapping[str, Any], wanted: Mapping[str, Sequence[Any]]) -> str:
-        """Open this end of a way of `weight_channels`; what an earlier push has left is thrown away. Empty, or why it
-        cannot."""
-        from qlora_rl.engine.worker.received_weights import ReceivedWeights
-
-        if (earlier := getattr(self, "qlora_carried", None)) is not None:
-            earlier.close()
-        try:
-            self.qlora_carried: ReceivedWeights | None = ReceivedWeights(push, told, wanted, self.model_runner.device)
-        except Exception as error:
-            self.qlora_carried = None
-            return str(error) if isinstance(error, QloraRLError) else f"taking weights: no way is {told}: {error!r}."
-        return ""
-
-    def qlora_take_carried(self, push: str, part: Mapping[str, Any]) -> str:
-        """Take one part of that push. Empty, or what is wrong with it; then the push is over."""
-        try:
-            self._qlora_carried(push).take(part)
-        except Exception as error:
-            self.qlora_drop_carried(push)
-            return str(error) if isinstance(error, QloraRLError) else f"taking weights: {error}. Push again."
-        return ""
-
-    def qlora_missing_carried(self, push: str) -> list[str]:
-        """Weights that have not come in that push; all, if it is not open."""
-        held = getattr(self, "qlora_carried", None)
-        return held.missing() if held is not None and held.push == push else ["(all)"]
-
-    def qlora_load_carried(self, push: str) -> list[str]:
-        """`qlora_load_dense` with what has come in that push."""
-        try:
-            return self.qlora_load_dense(self._qlora_carried(push).weights())
-        finally:
-            self.qlora_drop_carried(push)
-
-    def qlora_drop_carried(self, push: str) -> None:
-        """Throw away what has come, if that push is open."""
-        held = getattr(self, "qlora_carried", None)
-        if held is not None and held.push == push:
-            self.qlora_carried = None
-            held.close()
-
-    def _qlora_carried(self, push: str) -> ReceivedWeights:
-        held = getattr(self, "qlora_carried", None)
-        if held is None or held.push != push:
-            raise SyncError("taking weights: this push is not open: another one was begun. Push again.")
-        return held
-
     def qlora_load_base(self) -> list[str]:
         """`qlora_load_dense` with the weights of the directory that was loaded."""
         return self.qlora_load_dense(StoredTensors(self.model_runner.model_config.model).items())
@@ -260,7 +203,7 @@ class BaseExtension:
     def _qlora_left_out(self, adapter_id: int) -> list[str]:
         """Names of the linears whose product is not that of their buffers."""
         self._qlora_reads += 1
-        slot = self.model_runner.lora_manager._adapter_manager.lora_index_to_id.index(adapter_id)
+        slot = adapter_manager(self.model_runner).lora_index_to_id.index(adapter_id)
         named = [(name, layer) for name, layer, _, _ in self._qlora_adapted()]
         layers = {id(layer): layer for _, layer in named}
         wrong = {key for key, layer in layers.items() if is_left_out(layer, slot, self._qlora_reads)}
@@ -269,7 +212,7 @@ class BaseExtension:
     def qlora_lend_adapter(self, adapter_id: int, rank: int) -> dict[str, torch.Tensor]:
         """The buffers A [rank, I] and B [O, rank] of an adapter's slot, by canonical name; views, of all layers there
         are."""
-        manager = self.model_runner.lora_manager._adapter_manager
+        manager = adapter_manager(self.model_runner)
         places: dict[str, torch.Tensor] = {}
         if adapter_id not in manager.lora_index_to_id:
             return places
@@ -281,7 +224,7 @@ class BaseExtension:
 
     def qlora_adapter_sizes(self) -> dict[str, list[int]]:
         """[I, O] of every linear that can be adapted, as far as it is here, by the base model's name."""
-        modules = self.model_runner.lora_manager._adapter_manager.modules
+        modules = adapter_manager(self.model_runner).modules
         return {
             name: [layer.lora_a_stacked[i].shape[-1], layer.lora_b_stacked[i].shape[-2]]
             for name, layer, _, i in self._qlora_adapted()
@@ -292,7 +235,7 @@ class BaseExtension:
 
         vLLM serves an adapter whose names match nothing as the bare base, with one DEBUG line (vllm#55193).
         """
-        manager = self.model_runner.lora_manager._adapter_manager
+        manager = adapter_manager(self.model_runner)
         adapter = manager.get_adapter(adapter_id)
         if adapter is None:
             return ["(all)"]
@@ -301,10 +244,10 @@ class BaseExtension:
 
     def qlora_holds_adapters(self, ids: list[int]) -> bool:
         """All of these adapters are in slots."""
-        return set(ids) <= set(self.model_runner.lora_manager._adapter_manager.lora_index_to_id)
+        return set(ids) <= set(adapter_manager(self.model_runner).lora_index_to_id)
 
     def _qlora_adapted(self) -> Iterator[tuple[str, Any, int, int]]:
-        modules = self.model_runner.lora_manager._adapter_manager.modules
+        modules = adapter_manager(self.model_runner).modules
         return adapted_layers(self.model_runner.get_model(), modules)
 
     def qlora_multiply_in_float32(self, dtypes: Sequence[str]) -> bool:
@@ -337,7 +280,9 @@ class BaseExtension:
         handle, parent = os.pidfd_open(server), os.getppid()
 
         def watch() -> None:
-            select.select([handle], [], [])
+            watched = select.poll()  # select itself takes no descriptor above 1,023
+            watched.register(handle, select.POLLIN)
+            watched.poll()
             if parent != server and os.getppid() == parent:  # it is still the engine's process
                 os.kill(parent, signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)

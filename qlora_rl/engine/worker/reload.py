@@ -38,6 +38,7 @@ def reload_dense(runner: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> se
         with torch.no_grad():
             loaded = set(model.load_weights(_Feed(weights, layers, materialize_layer)))
         finalize_layerwise_reload(model, runner.model_config)
+        _pack_tied_again(model)
     except BaseException:
         for layer, info in layers:
             if info.can_load():
@@ -49,6 +50,20 @@ def reload_dense(runner: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> se
         if runner.lora_config is not None:
             runner.reset_lora_state()
     return loaded
+
+
+def _pack_tied_again(model: torch.nn.Module) -> None:
+    """vLLM's CPU backend multiplies with a packed copy of a weight. A layer that is tied to another one, as a head to
+    the embedding, is given no weight of its own, so that vLLM's reload leaves it the copy of what was there before."""
+    layers: dict[int, list[torch.nn.Module]] = {}
+    for layer in model.modules():
+        weight = layer._parameters.get("weight")
+        if weight is not None and weight.numel():
+            layers.setdefault(weight.data_ptr(), []).append(layer)
+    for tied in layers.values():
+        for layer in tied if len(tied) > 1 else ():
+            if hasattr(layer, "cpu_linear"):
+                layer.quant_method.process_weights_after_loading(layer)
 
 
 class _Feed:

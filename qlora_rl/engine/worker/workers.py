@@ -9,10 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from qlora_rl.engine.compat import platform_is_cpu
-from qlora_rl.engine.linears.base_compute import BaseCompute
 from qlora_rl.engine.worker.experts import experts_of
 from qlora_rl.engine.worker.extension import BaseExtension
 from qlora_rl.engine.worker.weight_names import name_as_stored
@@ -30,31 +27,6 @@ class FusedWorker(VllmWorker, BaseExtension):
         """As vLLM's, with the names of the checkpoint."""
         name_as_stored(self.vllm_config.model_config.hf_config)
         super().load_model(*arguments, **options)
-
-
-class MeasuringWorker(FusedWorker, BaseExtension):
-    """For an engine with `base_compute="auto"` on a GPU: measures and changes the linears between loading and
-    compiling, as what vLLM has compiled and captured holds the linears as they were.
-
-    Attributes:
-        qlora_installed: what was done, which `qlora_multiply_directly` says.
-    """
-
-    qlora_installed: BaseCompute
-
-    def load_model(self, *arguments: Any, **options: Any) -> None:
-        """As vLLM's, then `qlora_install`."""
-        super().load_model(*arguments, **options)
-        done = self.qlora_install(self.model_runner.get_model(), self.vllm_config.scheduler_config.max_num_seqs)
-        # A compiled graph has the rules in it as constants: they are part of the key under which vLLM keeps it.
-        self.vllm_config.additional_config["qlora_rl"] = {"ways": dict(done.ways), "left": dict(done.left)}
-        self.qlora_installed = done
-
-    def qlora_install(self, model: torch.nn.Module, most: int) -> BaseCompute:
-        """`install_on_gpu` with the table of this GPU."""
-        from qlora_rl.engine.linears.gpu_compute import install_on_gpu, table_of_this_gpu
-
-        return install_on_gpu(model, most, table=table_of_this_gpu())
 
 
 class MixtureWorker(VllmWorker, BaseExtension):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -284,7 +284,8 @@ def sampled_from(
         truncated: what the logprobs of both sides are of.
         sequences: at most so many.
     """
-    texts = {(tuple(p), tuple(c)): i for i, (p, c) in enumerate(_rows(output)) if bool(mask_BT[i].any())}
+    both = zip(output["prompt_ids"].tolist(), output["completion_ids"].tolist(), strict=True)
+    texts = {(tuple(p), tuple(c)): i for i, (p, c) in enumerate(both) if bool(mask_BT[i].any())}
     rows = sorted(texts.values())  # each text once
     rows = rows[:: max(1, math.ceil(len(rows) / sequences))]
     prompts, completions, logprobs = [], [], []
@@ -350,10 +351,6 @@ def merged(parts: Sequence[Sampled]) -> Sampled:
 def worst(found: Sequence[Diagnosis]) -> Diagnosis:
     """Of what several ranks have found the one that tells most."""
     return min(found, key=lambda d: (not d.is_verified, not d.is_fault, d.cause in ("noise", "dropout")))
-
-
-def _rows(output: Mapping[str, Any]) -> Iterator[tuple[list[int], list[int]]]:
-    yield from zip(output["prompt_ids"].tolist(), output["completion_ids"].tolist(), strict=True)
 
 
 def alarm_for(

@@ -80,10 +80,7 @@ class MeasuredSteps:
         output = super()._generate_and_score_completions(inputs)
         if not self._compares:
             output.pop("sampling_per_token_logps", None)
-        measured = of_all_ranks(dict(self._rollout_facts()))
-        if "sampling_per_token_logps" in output and self.alarm is not None and self.alarm.threshold is not None:
-            measured["mismatch_threshold"] = self.alarm.threshold
-        self._note(mode, measured)
+        self._note(mode, self._measured_rollout())
         if mode == "train":
             latest = {name: values[-1] for name, values in self._metrics[mode].items() if values}
             self._record.add(
@@ -96,6 +93,13 @@ class MeasuredSteps:
         if "sampling_per_token_logps" in output:
             self._compare(mode, output)
         return output
+
+    def _measured_rollout(self) -> dict[str, Any]:
+        """Of all ranks: how it was generated, and the threshold that it is held against."""
+        measured: dict[str, Any] = of_all_ranks(dict(self._rollout_facts()))
+        if self.alarm is not None and self.alarm.threshold is not None:
+            measured["mismatch_threshold"] = self.alarm.threshold
+        return measured
 
     def _note(self, mode: str, measured: dict[str, Any]) -> None:
         """Into TRL's log, which takes numbers, and into the record of the step."""

@@ -60,7 +60,7 @@ class RankRPC:
         return self._alone
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, version: int | None) -> Rollout:
-        """See `VersionedEngine.generate`; from any thread of any rank.
+        """See `RolloutEngine.generate`; from any thread of any rank.
 
         Raises:
             RolloutCancelledError: another thread has called `cancel`. EngineClosedError: the owner has closed its

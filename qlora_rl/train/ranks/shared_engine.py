@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from types import TracebackType
 from typing import Any
 
 from qlora_rl.contracts import (
+    AdapterBundle,
     AdapterSource,
     BaseFingerprint,
+    ClosedAtEnd,
     Delivery,
     EngineCapabilities,
     Rollout,
@@ -30,7 +31,7 @@ from qlora_rl.train.ranks.rank_rpc import RankRPC
 logger = logging.getLogger(__name__)
 
 
-class SharedEngine:
+class SharedEngine(ClosedAtEnd):
     """One engine, on rank 0, or one for each group of ranks, on the first of them.
 
     The prompts of all ranks that share it are sampled in one call, and each is given its own; after `let_threads_ask`
@@ -119,7 +120,7 @@ class SharedEngine:
         """One completion for each prompt of this rank; request i of the whole is seeded as in one process.
 
         Args:
-            version: as `VersionedEngine.generate`, where threads ask.
+            version: as `RolloutEngine.generate`, where threads ask.
         """
         if self._desk is not None:
             return self._desk.generate(as_prompts(prompts), sampling, version)
@@ -146,11 +147,6 @@ class SharedEngine:
             return [engine.score(sequences, bare=bare)]
 
         return self._ask(each, "scoring")
-
-    def note_canary(self, difference: float) -> None:
-        """For the server's gauges, where it has some."""
-        if hasattr(self.inner, "note_canary"):
-            self.inner.note_canary(difference)
 
     def held_adapter(self, rank: int) -> Mapping[str, str]:
         """Digests of what it holds."""
@@ -203,14 +199,6 @@ class SharedEngine:
         if self.inner is not None:
             self.inner.close()
 
-    def __enter__(self) -> SharedEngine:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 class SharedTransport:
     """A push once, by the owner of the engine; the others take part in what has to be gathered, and learn the outcome.
@@ -240,7 +228,7 @@ class SharedTransport:
         if held is None or held.version != version:
             return
         try:
-            self.inner.revoke(held)
+            self.inner.revoke(held, version)
         except Exception:
             logger.exception(
                 "version %d could not be taken back; the engine serves nothing until the next push", version
@@ -249,14 +237,14 @@ class SharedTransport:
                 f"version={version} did not arrive everywhere, and the one before it could not be loaded"
             )
 
-    def commit(self) -> None:
+    def commit(self, pushed: AdapterBundle | None = None) -> None:
         """The version is verified."""
         if self._engine.inner is not None:
-            self.inner.commit()
+            self.inner.commit(pushed)
 
-    def revoke(self, engine: SharedEngine) -> None:
+    def revoke(self, engine: SharedEngine, version: int) -> None:
         """Have the version before serve again."""
-        engine._ask(lambda held: self.inner.revoke(held), "taking the adapter back")
+        engine._ask(lambda held: self.inner.revoke(held, version), "taking the adapter back")
 
     def before(self) -> Any:
         """The version before the newest."""

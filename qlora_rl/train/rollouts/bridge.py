@@ -20,7 +20,7 @@ from qlora_rl.contracts import Rollout, RolloutEngine, SamplingSpec, SyncReport,
 from qlora_rl.distributed import ranks
 from qlora_rl.engine.images import ImagePrompt
 from qlora_rl.errors import EngineBrokenError, EngineUnsupportedError, NotYetSupportedError, PromptTooLongError
-from qlora_rl.train.rollouts.endings import Endings
+from qlora_rl.train.rollouts.batches import Endings
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,5 @@
-"""`Link`: a policy and an engine, verified to hold one base, and everything that keeps them equal."""
+"""`EngineChoice`: the engine that `rollout=` names: started here, connected to, or passed in. `Link`: a policy and an
+engine, verified to hold one base, and everything that keeps them equal."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
+from qlora_rl.adapter.inspected import is_bare
+from qlora_rl.adapter.verdict import Verdict, judge_adapter
 from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.base.experts import directory_is_mixture
 from qlora_rl.base.model_classes import directory_takes_images, load_processor
@@ -17,6 +20,7 @@ from qlora_rl.cpu_matmul import Float32Products
 from qlora_rl.distributed import ranks
 from qlora_rl.engine.images import ImagePrompt
 from qlora_rl.engine.linears.base_compute import BaseCompute
+from qlora_rl.engine.started import ENGINES, is_here, is_url
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, collected
 from qlora_rl.stages import begin
 from qlora_rl.sync.base_check import BaseCheck, verify_base
@@ -26,16 +30,144 @@ from qlora_rl.sync.plan import SyncPlan, plan_sync
 from qlora_rl.sync.strategies import AdapterSync
 from qlora_rl.sync.transports import transport_for
 from qlora_rl.train.rollouts.bridge import EngineBridge
-from qlora_rl.train.rollouts.engines import EngineChoice
 from qlora_rl.train.run import SYNCS, RunDirectory
 from qlora_rl.train.run.recorded_training import products_of
-from qlora_rl.train.setup.full_finetuning import judge_policy
+from qlora_rl.train.setup.engine_order import closer
 from qlora_rl.train.setup.processes import check_common_base
 from qlora_rl.train.setup.settings import autocast_dtype
+
+
+class EngineChoice:
+    """What `rollout=` means, and whose engine it is.
+
+    Attributes:
+        is_ours: it is started or connected to here, and closed with the trainer.
+        engine: the one that was passed or connected to; `None` where one is to be started.
+        name: for the record.
+
+    Args:
+        rollout: "colocate", "server", "ray", URLs in one text, or an engine object; checked by `config_checks.check`.
+        options: arguments of an engine that is started.
+        api_key_file: holds the key of a server.
+        session: gives the name under which a server knows this run; asked where there is a server.
+
+    Raises:
+        EngineBrokenError, AccessDeniedError, ServerTakenError: a server that cannot be used.
+        ConfigConflictError: an engine of several ranks that do not fit the trainer's.
+    """
+
+    def __init__(
+        self,
+        rollout: Any,
+        options: dict[str, Any],
+        *,
+        api_key_file: str | os.PathLike[str] | None = None,
+        session: Callable[[], str] | None = None,
+    ):
+        reject_ranks(rollout, options.get("tensor_parallel_size", 1))
+        self.rollout = rollout
+        self.options = options
+        self.is_ours = isinstance(rollout, str)
+        self.name = rollout if isinstance(rollout, str) else type(rollout).__name__
+        self.engine: RolloutEngine | None = None if isinstance(rollout, str) else rollout
+        if is_url(rollout):
+            self.engine = _for_all(
+                lambda: claim_servers(rollout, api_key_file, session() if session is not None else None)
+            )
+
+    @property
+    def why_no_base(self) -> str:
+        """Why an engine that is started here lends its base to nobody; empty where it may."""
+        is_parted = is_here(self.rollout) and self.options.get("tensor_parallel_size", 1) > 1
+        return "the engine's ranks are processes of their own" if is_parted else ""
+
+    def start(self, base: PreparedBase, rank: int) -> RolloutEngine:
+        """An engine on `base` for adapters of `rank`."""
+        begin("starting vLLM on the base")
+        return start_engine(self.rollout, base, rank, self.options)
+
+    def start_dense(self, base: PreparedBase) -> RolloutEngine:
+        """An engine that can be given all weights: on the baked base, or on one that is not 4-bit.
+
+        Raises:
+            NotYetSupportedError: one of several ranks cannot.
+        """
+        if (size := self.options.get("tensor_parallel_size", 1)) > 1:
+            raise NotYetSupportedError(
+                f"choosing the engine: tensor_parallel_size={size} takes adapters, and this policy needs full weights "
+                "(see the reasons of its verdict: judge_adapter). Use tensor_parallel_size=1."
+            )
+        from qlora_rl.base.bake import bake_base
+
+        baked = ranks().in_turn(lambda: bake_base(base), "baking the base") if base.spec.is_4bit else base
+        begin("starting vLLM on the base")
+        return start_engine(self.rollout, baked, 0, {**self.options, "max_lora_rank": 0})
+
+    def closer(self, engine: RolloutEngine | None) -> Callable[[], None] | None:
+        """What closes `engine`; `None` where that is its owner's business."""
+        return closer(engine) if self.is_ours and engine is not None else None
+
+
+def reject_ranks(rollout: Any, size: int) -> None:
+    """Reject an engine of several ranks that do not fit the trainer's.
+
+    Raises:
+        ConfigConflictError: with what can be done instead.
+    """
+    if size > 1 and is_here(rollout) and ranks().size > 1:
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks().size))
+        if here % size:
+            raise ConfigConflictError(
+                f"choosing the engine: tensor_parallel_size={size} under rollout='colocate', and {here} processes on "
+                f"this machine: they cannot be parted into groups of {size}, each with an engine over its GPUs. Set "
+                f"vllm_tensor_parallel_size to a divisor of {here}, or use rollout='server'."
+            )
+
+
+def start_engine(word: str, base: PreparedBase, rank: int, options: dict[str, Any]) -> RolloutEngine:
+    """The engine of a word. In this process: vLLM there or, of several ranks, in processes on the GPUs of a group of
+    the trainer's, next to them. Elsewhere: one for all, which ends with the trainer."""
+    known, size = ENGINES[word], options.get("tensor_parallel_size", 1)
+    options = {"max_lora_rank": rank, **options}
+    if not known.is_here:
+        # An engine elsewhere repairs its scales when it starts, and never sleeps.
+        there = {name: value for name, value in options.items() if name not in ("repair_scales", "enable_sleep")}
+        return _for_all(lambda: known.make(base, **there))
+    if size > 1 and ranks().size > 1:
+        return _for_all(lambda: known.make(base, **options), size)
+    # Each rank has an engine of its own, on its own device; vLLM finds torch.distributed with all of them in it.
+    launched = {"distributed_executor_backend": "external_launcher"} if ranks().size > 1 else {}
+    return known.make(base, **launched | options)
+
+
+def _for_all(make: Callable[[], RolloutEngine], group: int = 0) -> Any:
+    """A server is rank 0's, and so are actors; what is on the GPUs of a group of ranks is the first one's."""
+    if ranks().size == 1:
+        return make()
+    from qlora_rl.train.ranks.shared_engine import SharedEngine
+
+    return SharedEngine(make, ranks(), group)
+
+
+def claim_servers(url: str, api_key_file: str | os.PathLike[str] | None, session: str | None = None) -> RolloutEngine:
+    """The server, or several, as an engine; from here on no other trainer may push to it."""
+    from qlora_rl.engine.fleet import connect
+
+    engine = connect(url, api_key_file=api_key_file, session=session)
+    try:
+        engine.claim()
+        engine.drop_adapter()  # whatever an earlier run has left: the canary is calibrated on the bare base
+    except BaseException:
+        engine.close()
+        raise
+    return engine
+
 
 logger = logging.getLogger(__name__)
 
 DENSE = "full weights are sent, to an engine on the baked base"
+# On a model without an adapter.
+_WHOLE = Verdict("full_weights", ("The model carries no adapter: its own weights are trained.",), 0, "")
 
 
 @dataclass
@@ -152,9 +284,14 @@ def link_policy(
     strategy: SyncStrategy | None = None
     products = products_of(model, base, args)
     try:
-        verdict = judge_policy(model)
+        verdict = _WHOLE if is_bare(model) else judge_adapter(model)
         # Raises before an engine is started that is not there yet.
         is_dense = bool(why_dense(plan_sync(verdict, wish=sync), base))
+        if is_dense and sync_dir is not None:
+            raise ConfigConflictError(
+                f"choosing the transport: sync_dir={str(sync_dir)!r}, and full weights are sent, which are written "
+                "into no directory of yours. Leave it out."
+            )
         if engine is None:
             engine = choice.start_dense(base) if is_dense else choice.start(base, verdict.rank)
         plan_sync(verdict, engine.capabilities(), wish=sync)  # before the bases are read

@@ -31,10 +31,9 @@ from trl.extras.profiling import profiling_decorator
 from qlora_rl.contracts import CancellableEngine
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import EngineBrokenError, NotYetSupportedError, VersionGoneError
+from qlora_rl.train.rollouts.ahead import Batch, StalenessLimit
+from qlora_rl.train.rollouts.batches import EndedCompletions, Endings
 from qlora_rl.train.rollouts.bridge import EngineBridge
-from qlora_rl.train.rollouts.endings import EndedCompletions, Endings
-from qlora_rl.train.rollouts.prefetch import Batch
-from qlora_rl.train.rollouts.staleness import StalenessLimit
 
 logger = logging.getLogger(__name__)
 

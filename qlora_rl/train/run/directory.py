@@ -36,9 +36,7 @@ logger = logging.getLogger(__name__)
 CONFIG, METRICS, SYNCS, SUMMARY, ADAPTER = "config.json", "metrics.jsonl", "sync.jsonl", "summary.json", "adapter"
 FINGERPRINTS = "fingerprints.json"
 ROLLOUTS = "rollouts.json"  # of some steps, for people
-TEACHING = "teacher.json"  # where student and teacher disagree, for people
 SESSION = "session"  # with a server
-SAMPLES = "samples.json"  # of the demo
 MODEL = "model"  # of a base that was trained itself
 # Hidden while they are written or removed; eight random characters follow the first.
 _STAGING, _MODELS = f".{ADAPTER}-", (f".{MODEL}-new", f".{MODEL}-old")
@@ -99,12 +97,12 @@ class RunDirectory:
         for hidden in (sampled, f"{sampled}-old", *_MODELS):
             for directory in self.path.glob(hidden):
                 shutil.rmtree(directory, ignore_errors=True)
-        for name in (CONFIG, SUMMARY, FINGERPRINTS, ROLLOUTS, TEACHING, SAMPLES):
+        for name in (CONFIG, SUMMARY, FINGERPRINTS, ROLLOUTS):
             (self.path / f".{name}.tmp").unlink(missing_ok=True)
 
     def begin(self) -> None:
         """The run really starts: what it is to overwrite goes now, when nothing can be rejected any more."""
-        shown = (ROLLOUTS, TEACHING, SAMPLES, LOG, "eval.json", "report.html")
+        shown = (ROLLOUTS, LOG, "eval.json", "report.html", "teacher.json")
         names = (CONFIG, METRICS, SYNCS, SUMMARY, FINGERPRINTS, *shown)
         # A run that is resumed goes on: it has no summary any more.
         for name in names if self._overwrites else (SUMMARY,) if self.existing == "resume" else ():
@@ -212,30 +210,25 @@ class RunDirectory:
             base_identity: of the base that it was trained on, noted next to it.
             weights: what is trained, where that was gathered.
         """
+        from qlora_rl.adapter.export import settle_patterns
+        from qlora_rl.adapter.inspected import active_adapter
+
         target = self.path / ADAPTER
         try:
             staging = Path(tempfile.mkdtemp(prefix=_STAGING, dir=self.path))
-            old = self.path / f"{staging.name}-old"
             try:
-                name = _trained(model)
+                name = active_adapter(model)
                 gathered = {} if weights is None else {"state_dict": dict(weights)}
                 model.save_pretrained(staging, save_embedding_layers=False, selected_adapters=[name], **gathered)
                 # PEFT nests every adapter that is not called "default".
                 saved = staging / name if (staging / name).is_dir() else staging
-                _settle(model, saved)
+                settle_patterns(model, saved)
                 if base_identity:
                     write_origin(saved, base_identity)
                 saved.chmod(0o755)
-                checkpoints.flush_all(saved)
-                if target.exists():
-                    os.rename(target, old)
-                os.rename(saved, target)
+                self._put(saved, target, self.path / f"{staging.name}-old")
             finally:
-                if not target.exists() and old.exists():
-                    os.rename(old, target)
                 shutil.rmtree(staging, ignore_errors=True)
-                shutil.rmtree(old, ignore_errors=True)
-            flush(self.path)
         # safetensors reports a full disk as its own error type, which is no OSError.
         except Exception as error:
             raise _unwritable(target, error) from error
@@ -258,19 +251,25 @@ class RunDirectory:
             for file in (*base.glob("*token*"), *base.glob("*.jinja"), *base.glob("vocab*"), *base.glob("merges*")):
                 if file.is_file():
                     shutil.copy(file, staging / file.name)
-            checkpoints.flush_all(staging)
-            if target.exists():
-                os.rename(target, old)
-            os.rename(staging, target)
-            flush(self.path)
+            self._put(staging, target, old)
         except Exception as error:
             raise _unwritable(target, error) from error
         finally:
+            shutil.rmtree(staging, ignore_errors=True)
+        return target
+
+    def _put(self, saved: Path, target: Path, old: Path) -> None:
+        """Give `target` what is saved; what it held is called `old` until then, and goes."""
+        checkpoints.flush_all(saved)
+        try:
+            if target.exists():
+                os.rename(target, old)
+            os.rename(saved, target)
+        finally:
             if not target.exists() and old.exists():
                 os.rename(old, target)
-            for directory in (staging, old):
-                shutil.rmtree(directory, ignore_errors=True)
-        return target
+            shutil.rmtree(old, ignore_errors=True)
+        flush(self.path)
 
 
 @contextlib.contextmanager
@@ -454,18 +453,6 @@ def _claim(choose: Callable[[], str]) -> tuple[Path, bool, _Hold]:
     raise RunDirectoryError(
         f"opening a run directory: other processes were faster, last in {path}. Choose one: [run] dir."
     )
-
-
-def _trained(model: Any) -> str:
-    from qlora_rl.adapter.inspected import active_adapter
-
-    return active_adapter(model)
-
-
-def _settle(model: Any, directory: Path) -> None:
-    from qlora_rl.adapter.export import settle_patterns
-
-    settle_patterns(model, directory)
 
 
 def _plain(value: Any) -> Any:

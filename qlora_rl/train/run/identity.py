@@ -95,8 +95,6 @@ def reject_other(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, A
         before, after = _without_launch(before), _without_launch(after)
     # A field that only one of them has is one of another version of TRL or PEFT.
     differ = [name for name in before if name in after and before[name] != after[name]]
-    if "teacher" in differ and _is_same_teacher(before["teacher"], after["teacher"]):
-        differ.remove("teacher")
     reasons = [
         f"{name} was {_short(before[name])} and is {_short(after[name])}{_HINTS.get(name, '')}" for name in differ
     ]
@@ -151,12 +149,6 @@ def digest_dataset(dataset: Any) -> str | None:
 
 def _dtypes(model: Any) -> list[str]:
     return sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad})
-
-
-def _is_same_teacher(before: str, after: str) -> bool:
-    """Facts in another order are the same; earlier versions do not name the model of a server of ours."""
-    differ = set(before.split(", ")) ^ set(after.split(", "))
-    return not differ or (len(differ) == 1 and differ.pop().startswith("model "))
 
 
 def _leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

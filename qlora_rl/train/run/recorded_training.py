@@ -12,9 +12,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from qlora_rl.adapter.inspected import active_adapter, bare_model, is_bare, shorten_lora
 from qlora_rl.base.checkpoint import PreparedBase
-from qlora_rl.base.experts import directory_is_mixture
 from qlora_rl.base.model_classes import load_processor
-from qlora_rl.cpu_features import keep_few_kernels, processor
+from qlora_rl.cpu_features import processor
 from qlora_rl.cpu_matmul import Float32Products
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import ConfigConflictError
@@ -24,8 +23,7 @@ from qlora_rl.stages import remark
 from qlora_rl.train.ranks.sharded import is_gathered, trained_weights
 from qlora_rl.train.run.directory import SUMMARY, RunDirectory, describe_machine, describe_versions
 from qlora_rl.train.run.progress import end_progress, show_progress, told
-from qlora_rl.train.run.resume import Resumable
-from qlora_rl.train.run.wrapped import WrappedModel
+from qlora_rl.train.run.resume import Resumable, WrappedModel
 from qlora_rl.train.scoring.padding import apply_padding, micro_batches
 from qlora_rl.train.setup import settings
 from qlora_rl.train.setup.layer_inputs import keep_on_host
@@ -128,9 +126,6 @@ class RecordedTraining(Resumable, WrappedModel):
         source = ranks().in_turn(lambda: resolve_model(model, args, refers=self._refers, **named), "preparing the base")
         source = fit_for_sharding(source, args)
         self.base = source.base
-        # The experts of a mixture have products of many shapes, which come again.
-        if not directory_is_mixture(self.base.path):
-            keep_few_kernels()
         return source
 
     def close(self) -> None:

@@ -3,7 +3,8 @@
 transformers keeps weights, optimizer, scheduler, random numbers and the place in the data. What it leaves out, and TRL
 too, is kept with them: completions that several steps use, the loss and metrics since the last line of the log, the
 order of the data after the first epoch, what both sides of the engine have counted. And what the run *is*, so that
-another one is rejected.
+another one is rejected. `WrappedModel`: how a trainer's model is sharded and saved, where accelerate's own way would
+round or leave out what is trained.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from qlora_rl.train.ranks.sharded import (
 from qlora_rl.train.run import checkpoints
 from qlora_rl.train.run.directory import RunDirectory, describe_versions
 from qlora_rl.train.run.identity import identity_of, reject_other
+from qlora_rl.train.setup.processes import sharding_of
 
 logger = logging.getLogger(__name__)
 
@@ -428,3 +430,31 @@ def _zero() -> Any:
     from qlora_rl.train.ranks import zero
 
     return zero
+
+
+class WrappedModel:
+    """Before one of transformers' trainers in the order of classes."""
+
+    args: Any
+    accelerator: Any
+    model: Any
+
+    def _wrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """transformers'.
+
+        accelerate would have FSDP2 gather weights, and add up their gradients, in the dtype of autocast, which
+        multiplies in that dtype anyway: an adapter would be rounded before it is gathered, and torch rejects 16-bit
+        gradients of a float32 one.
+        """
+        if sharding_of(self.args) == "fsdp2":
+            self.accelerator.state.fsdp_plugin.mixed_precision_policy = None
+        return super()._wrap_model(model, *args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """transformers', which would gather a sharded base; here what is trained is gathered, and rank 0 writes it."""
+        if not is_gathered(self.model):
+            super().save_model(output_dir, _internal_call)
+            return
+        weights = trained_weights(self.model)
+        if ranks().is_first:
+            self._save(output_dir or self.args.output_dir, state_dict=weights)

@@ -6,8 +6,9 @@ Letters: N tokens that are scored.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -18,18 +19,98 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class TrainingRow:
-    """One sequence.
+    """One sequence. `TrainingRow.of` makes it of a prompt and a completion.
+
+    Arrays and tensors are taken, too, and held as lists.
 
     Attributes:
         tokens: that the model reads.
         targets: for each of them the token that is scored behind it; as a rule the tokens moved by one.
         inputs: values for each target, by name: `weights` for cross_entropy; `logprobs` (when it was sampled) and
             `advantages` for the others. A loss rejects those that it does not take.
+
+    Raises:
+        ConfigConflictError: something is not one number for each token.
     """
 
     tokens: Sequence[int]
     targets: Sequence[int]
     inputs: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "targets"):
+            object.__setattr__(self, name, _listed(name, getattr(self, name)))
+        object.__setattr__(self, "inputs", {name: _listed(name, values) for name, values in self.inputs.items()})
+
+    @classmethod
+    def of(
+        cls,
+        prompt: Sequence[int],
+        completion: Sequence[int],
+        logprobs: Sequence[float | None] | None = None,
+        advantages: float | Sequence[float] | None = None,
+        *,
+        weights: float | Sequence[float] | None = None,
+    ) -> TrainingRow:
+        """A completion behind its prompt; nothing is learnt from the prompt itself.
+
+        Args:
+            prompt: token ids, at least one.
+            completion: token ids.
+            logprobs: of the completion, as `Rollout` has them. With `advantages` the row is one for
+                importance_sampling, ppo, cispo and dro; without both for cross_entropy.
+            advantages: of the whole completion, or of each of its tokens.
+            weights: for cross_entropy, of the whole completion, or of each of its tokens; by default 1.
+
+        Raises:
+            ConfigConflictError: there is no prompt, a list is not as long as the completion, or there are weights next
+                to advantages.
+        """
+        before, behind = _listed("prompt", prompt), _listed("completion", completion)
+        if (logprobs is None) != (advantages is None):
+            raise ConfigConflictError(
+                "making a row: logprobs and advantages go together. Give both, or neither for cross_entropy."
+            )
+        if logprobs is not None and weights is not None:
+            raise ConfigConflictError(
+                "making a row: weights are for cross_entropy, and the losses that take advantages take none. Use an "
+                "advantage of 0 for a token from which nothing is learnt."
+            )
+        given = {"logprobs": logprobs, "advantages": advantages}
+        if logprobs is None:
+            given = {"weights": 1.0 if weights is None else weights}
+        if not before:
+            raise ConfigConflictError("making a row: the prompt is empty. Begin it with the tokenizer's first token.")
+        inputs = {}
+        for name, values in given.items():
+            number = as_number(values)
+            each = [number] * len(behind) if isinstance(number, int | float) else _listed(name, values)
+            if len(each) != len(behind):
+                raise ConfigConflictError(
+                    f"making a row: there are {len(each)} {name} for a completion of {len(behind)} tokens. Give one "
+                    "for each token of the completion, and none for the prompt."
+                )
+            inputs[name] = [0.0] * (len(before) - 1) + each
+        tokens = [*before, *behind]
+        return cls(tokens[:-1], tokens[1:], inputs)
+
+
+_NUMBERS = {int, float, type(None)}
+
+
+def as_number(value: Any) -> Any:
+    """A number of numpy's or torch's as Python's; anything else as it is."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
+
+
+def _listed(name: str, values: Any) -> list[Any]:
+    if type(values) is list and set(map(type, values)) <= _NUMBERS:
+        return list(values)  # the usual ones, of which there may be millions
+    found = values.tolist() if hasattr(values, "tolist") else values
+    listed = list(map(as_number, found)) if isinstance(found, Iterable) else [found, ...]
+    if not all(each is None or isinstance(each, int | float) for each in listed):
+        raise ConfigConflictError(f"making a row: {name} is no list of numbers. Give one for each token.")
+    return listed
 
 
 def _cross_entropy(logprobs_N: torch.Tensor, given: Tensors, config: Mapping[str, float]) -> torch.Tensor:
@@ -97,6 +178,7 @@ class TokenLoss:
     def __post_init__(self) -> None:
         if self.name not in _LOSSES:
             raise ConfigConflictError(f"choosing a loss: {self.name!r} is not offered. Use one of {', '.join(LOSSES)}.")
+        object.__setattr__(self, "config", {key: as_number(value) for key, value in self.config.items()})
         known = _LOSSES[self.name][2]
         wrong = [key for key, value in self.config.items() if key not in known or not _is_finite(value)]
         if wrong:
@@ -141,17 +223,21 @@ class TokenLoss:
         if not 0 < count <= longest:
             return f"has {count} tokens; at least 1 and at most {longest} fit"
         if len(row.targets) != count:
-            return f"has {len(row.targets)} target_tokens for {count} tokens"
-        if not all(0 <= token < vocabulary for each in (row.tokens, row.targets) for token in each):
-            return f"has a token outside of the vocabulary of {vocabulary}"
+            return f"has {len(row.targets)} target_tokens for {count} tokens; one is needed for each"
+        tokens = [*row.tokens, *row.targets]
+        if not all(isinstance(token, int) and 0 <= token < vocabulary for token in tokens):
+            return f"has a token that is no whole number in the vocabulary of {vocabulary}"
         if unknown := sorted(row.inputs.keys() - set(self.inputs)):
             return f"has {', '.join(unknown)}; this loss takes {' and '.join(self.inputs)}, and nothing else"
         for name in self.inputs:
             values = row.inputs.get(name)
             if values is None or len(values) != count:
-                return f"has {'no' if values is None else len(values)} {name} for {count} target_tokens"
+                return (
+                    f"has {'no' if values is None else len(values)} {name} for {count} target_tokens; this loss takes "
+                    f"{' and '.join(self.inputs)}, one for each"
+                )
             if not all(map(_is_finite, values)):
-                return f"has {name} that are not finite"
+                return f"has {name} that are not finite numbers"
         return ""
 
 

@@ -7,7 +7,7 @@ from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any
 
 from qlora_rl.contracts import RolloutEngine
-from qlora_rl.engine.started import ENGINES, STARTED, as_one, is_url
+from qlora_rl.engine.started import ENGINES, STARTED, as_one, is_here, is_url
 from qlora_rl.errors import ConfigConflictError, QloraRLError, collected
 from qlora_rl.fidelity import CORRECTION
 from qlora_rl.methods import METHODS
@@ -206,9 +206,7 @@ def check_sampling(args: GRPOConfig, rollout: str | list[str] | RolloutEngine) -
             "nothing can be learned. Set it above 0."
         )
     if isinstance(rollout, str | list):
-        is_asked = rollout == "colocate" or bool(
-            args.generation_kwargs
-        )  # else vLLM would be loaded here for this alone
+        is_asked = is_here(rollout) or bool(args.generation_kwargs)  # else vLLM would be loaded here for this alone
     else:
         is_asked = rollout.capabilities().name.startswith("vllm")
     if not is_asked or importlib.util.find_spec("vllm") is None:

@@ -6,6 +6,7 @@ without values. Where nothing is shared, the model comes first and the engine la
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import torch
 from qlora_rl.adapter.verdict import Verdict, judge_config
 from qlora_rl.base.checkpoint import outline
 from qlora_rl.contracts import RolloutEngine
-from qlora_rl.engine.started import ENGINES
+from qlora_rl.engine.started import ENGINES, is_here
 from qlora_rl.errors import CannotShareError, ConfigConflictError
 from qlora_rl.train.setup.model_source import Source
 
@@ -74,7 +75,7 @@ def why_not_shared(source: Source, rollout: str | RolloutEngine, share_base: boo
 def expects_one_copy(model: Any, rollout: str | RolloutEngine, share_base: bool | str) -> bool:
     """What the arguments alone tell, before anything is read: the memory estimate counts the base once or twice."""
     is_named = isinstance(model, str | os.PathLike)
-    return share_base is not False and is_named and (rollout == "colocate" or share_base is True)
+    return share_base is not False and is_named and (is_here(rollout) or share_base is True)
 
 
 def make_pair(
@@ -102,43 +103,40 @@ def make_pair(
     Raises:
         CannotShareError: share_base=True, and why it cannot be.
     """
-    if reason and share_base is True:
-        raise CannotShareError(f"sharing the base: {reason}. Leave share_base out.")
-    reason = reason or why_not_shared(source, rollout, share_base)
-    if reason:
-        return _two(source, None if isinstance(rollout, str) else rollout, reason)
     engine = None if isinstance(rollout, str) else rollout
-    if engine is None:
-        try:
-            verdict = judge_config(
-                outline(source.base, trust_remote_code=source.options.get("trust_remote_code", False)), peft_config
-            )
-        except Exception as error:
-            reason = f"PEFT cannot make this adapter on a model without values ({type(error).__name__}: {error})"
-            if share_base is True:
-                raise CannotShareError(f"sharing the base: {reason}. Leave share_base out.") from error
-            return _two(source, None, reason)
-        reason = check(verdict)
-        if reason:
-            if share_base is True:
-                raise CannotShareError(f"sharing the base: {reason}. Leave share_base out.")
-            return _two(source, None, reason)
-        engine = start(verdict.rank)
+    with contextlib.ExitStack() as undo:  # closes an engine that was started here
+        if not reason:
+            reason = why_not_shared(source, rollout, share_base)
+        if not reason and engine is None:
+            verdict, reason = _judged(source, peft_config)
+            reason = reason or check(verdict)
+            if not reason:
+                engine = start(verdict.rank)
+                undo.callback(closer(engine))
+        model = None
+        if not reason:
+            try:
+                model = _borrow(engine, source)
+            except CannotShareError as error:
+                if share_base is True:
+                    raise
+                reason = str(error)
+        elif share_base is True:
+            raise CannotShareError(f"sharing the base: {reason}. Leave share_base out.")
+        if model is None:
+            logger.info("the base is held twice, by the trainer and by the engine: %s", reason)
+            model = source.load()
+        undo.pop_all()
+    return Pair(model, engine, reason)
+
+
+def _judged(source: Source, peft_config: Any) -> tuple[Verdict | None, str]:
+    """The verdict on the adapter that is to be made, before there is a model; or why there is none."""
     try:
-        return Pair(_borrow(engine, source), engine, "")
-    except CannotShareError as error:
-        if share_base is True:
-            _give_up(engine, rollout)
-            raise
-        reason = str(error)
-    except BaseException:
-        _give_up(engine, rollout)
-        raise
-    try:
-        return _two(source, engine, reason)
-    except BaseException:
-        _give_up(engine, rollout)
-        raise
+        empty = outline(source.base, trust_remote_code=source.options.get("trust_remote_code", False))
+        return judge_config(empty, peft_config), ""
+    except Exception as error:
+        return None, f"PEFT cannot make this adapter on a model without values ({type(error).__name__}: {error})"
 
 
 def _borrow(engine: Any, source: Source) -> Any:
@@ -159,17 +157,6 @@ def _borrow(engine: Any, source: Source) -> Any:
 def _is_same(one: torch.device, other: torch.device) -> bool:
     """Two names of one device; without an index it is the first."""
     return one.type == other.type and (one.index or 0) == (other.index or 0)
-
-
-def _two(source: Source, engine: RolloutEngine | None, reason: str) -> Pair:
-    logger.info("the base is held twice, by the trainer and by the engine: %s", reason)
-    return Pair(source.load(), engine, reason)
-
-
-def _give_up(engine: Any, rollout: str | RolloutEngine) -> None:
-    """Close an engine that was started here."""
-    if isinstance(rollout, str):
-        closer(engine)()
 
 
 def closer(engine: Any) -> Callable[[], None]:

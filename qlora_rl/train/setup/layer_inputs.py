@@ -176,7 +176,9 @@ def keep_on_host(model: Any, copier: Copier | None = None) -> None:
         # TRL hands on all of the config's dict, from which transformers' Trainer takes these two.
         given = dict(gradient_checkpointing_kwargs or {})
         offload, every_n_layers = given.pop("offload", offload), given.pop("every_n_layers", every_n_layers)
-        type(self).gradient_checkpointing_enable(self, given or None, every_n_layers=every_n_layers)
+        # transformers has not always had it.
+        more = {} if every_n_layers == 1 else {"every_n_layers": every_n_layers}
+        type(self).gradient_checkpointing_enable(self, given or None, **more)
         if not offload:
             return
         used = copier

@@ -17,7 +17,7 @@ from qlora_rl.base.quant import QuantSpec, spec_of
 from qlora_rl.base.unsupported_configs import engine_positions
 from qlora_rl.distributed import ranks
 from qlora_rl.engine.compat import may_sleep
-from qlora_rl.engine.started import as_one
+from qlora_rl.engine.started import as_one, is_here
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.memory.cards import RESERVE_GIB, card_size, memory_gib, usable_gib
 from qlora_rl.memory.plan import WAYS, MemoryEstimate, plan_memory
@@ -330,7 +330,7 @@ def budget_of(
         optimizer=optimizer,
         adapter_dtype=ours["adapter_dtype"],
         shared=expects_one_copy(model, rollout, ours["share_base"]),
-        has_engine=rollout == "colocate",
+        has_engine=is_here(rollout),
         rests=rests,
         of_method=of_method,
         baked=expects_full_weights(model, peft_config, ours["sync"], trust_remote_code=args.trust_remote_code),

@@ -72,7 +72,7 @@ def resolve_model(
             absent.
         peft_config: the adapter to make; required unless `model` is a PeftModel.
         processing_class: stored with a base that is made from a model object.
-        is_whole: the base itself is trained (`train.whole`).
+        is_whole: the base itself is trained.
         takes_sync: the trainer has that argument, and so a way to train all weights.
         refers: TRL makes a frozen copy of a PeftModel's adapter, to refer to; by default where `args.beta` is not 0.
 
@@ -231,7 +231,10 @@ def _from_path(path: str, args: GRPOConfig, quantization_config: Any, peft_confi
             "take. Leave it out (attn_implementation, device_map, dtype, quantization_config, revision and "
             "trust_remote_code are taken), or load the model yourself and pass it."
         )
-    _check_config(path, options["attn_implementation"], args, trust)
+    known = _config_of(path, trust)
+    if known is not None:
+        attention_for(known, options["attn_implementation"], "reading the model")
+        check_positions(known, getattr(args, "vllm_max_model_length", None))
     if os.path.isfile(os.path.join(path, MANIFEST)):
         if config is not None:
             raise ConfigConflictError(
@@ -246,7 +249,7 @@ def _from_path(path: str, args: GRPOConfig, quantization_config: Any, peft_confi
                 f"prepared base {path}, which is one revision in {base.spec.compute_dtype}. Leave them out, or pass "
                 "the original model."
             )
-        _check_modules(path, base.spec, peft_config, trust)
+        _check_modules(known, base.spec, peft_config)
     else:
         spec = spec_from_config(config, dtype)
         if spec.is_4bit and spec.compute_dtype == "float32":
@@ -257,9 +260,9 @@ def _from_path(path: str, args: GRPOConfig, quantization_config: Any, peft_confi
                 else f"reading the model: 4 bits with dtype={dtype!r} in args.model_init_kwargs, which vLLM's kernels "
                 "do not take. Set dtype='bfloat16'."
             )
-        if not _is_quantised(path, trust):  # else the checkpoint says in what it is held
+        if getattr(known, "quantization_config", None) is None:  # else the checkpoint says in what it is held
             check_autocast(spec, args)
-        _check_modules(path, spec, peft_config, trust)
+        _check_modules(known, spec, peft_config)
         base = prepare_base(
             path,
             spec.quant_type,
@@ -280,42 +283,30 @@ def _from_path(path: str, args: GRPOConfig, quantization_config: Any, peft_confi
     return Source(base, options={"trust_remote_code": trust, **options})
 
 
-def _check_modules(path: str, spec: QuantSpec, peft_config: Any, trust_remote_code: bool) -> None:
+def _config_of(path: str, trust_remote_code: bool) -> Any:
+    """The model's config, looked at before a base is prepared; `None` where it cannot be read, which is said there."""
+    try:
+        return read_config(path, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        logger.debug("the config of the model is not known yet: %s", error)
+        return None
+
+
+def _check_modules(config: Any, spec: QuantSpec, peft_config: Any) -> None:
     """Reject an adapter that no module of the model is for, and name targets without one, on a model without values.
 
     Raises:
         ConfigConflictError: with PEFT's words.
     """
-    if peft_config is None:
+    if config is None or peft_config is None:
         return
     try:
-        _, shapes = model_and_adapter(read_config(path, trust_remote_code=trust_remote_code), spec, peft_config)
+        _, shapes = model_and_adapter(config, spec, peft_config)
         warn_of_unmatched(peft_config, shapes)
     except Exception as error:  # whatever else is wrong is said better where it is loaded
         if finds_nothing(error):
             raise
         logger.debug("the modules of the adapter are not known yet: %s", error)
-
-
-def _check_config(path: str, attention: Any, args: Any, trust_remote_code: bool) -> None:
-    """Reject an `attn_implementation` that leaves something out, and a length that the model does not reach, before a
-    base is prepared.
-
-    Raises:
-        ConfigConflictError: says what, and what to set.
-    """
-    length = getattr(args, "vllm_max_model_length", None)
-    if attention is None and length is None:
-        return
-    try:
-        config = read_config(path, trust_remote_code=trust_remote_code)
-    except Exception as error:  # said where the model is prepared
-        logger.debug("the config of the model is not known yet: %s", error)
-        return
-    if attention is not None:
-        attention_for(config, attention, "reading the model")
-    if length is not None:
-        check_positions(config, length)
 
 
 def check_autocast(spec: QuantSpec, args: Any) -> None:
@@ -334,15 +325,6 @@ def check_autocast(spec: QuantSpec, args: Any) -> None:
         "compute dtype bfloat16 "
         "(model_init_kwargs={'dtype': 'bfloat16'}, or prepare_base(..., compute_dtype='bfloat16'))."
     )
-
-
-def _is_quantised(path: str, trust_remote_code: bool) -> bool:
-    """A checkpoint that is quantised already; `False` too where its config cannot be read, which is said where it is
-    prepared."""
-    try:
-        return getattr(read_config(path, trust_remote_code=trust_remote_code), "quantization_config", None) is not None
-    except Exception:
-        return False
 
 
 def _device(device_map: Any, default: Any) -> Any:
