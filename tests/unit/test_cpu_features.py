@@ -18,6 +18,7 @@ from qlora_rl import cpu_matmul
 from qlora_rl.cpu_features import (
     SETTING,
     Processor,
+    keep_few_kernels,
     processor,
     tell_compiled_code_apart,
 )
@@ -473,3 +474,50 @@ def test_a_process_of_its_own_multiplies_in_float32_for_its_life():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "True True\n", done.stderr
+
+
+KEPT = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+SHAPES = """
+import sys, torch
+from qlora_rl.cpu_features import keep_few_kernels
+
+def held():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS"))
+
+if sys.argv[1:]:
+    keep_few_kernels()
+x, w = torch.ones(900, 256, dtype=torch.bfloat16), torch.ones(768, 256, dtype=torch.bfloat16)
+x @ w.t()
+before = held()
+for rows in range(100, 900):
+    x[:rows] @ w.t()
+print(held() - before)
+"""
+
+
+def test_products_of_many_shapes_leave_few_kernels_behind(monkeypatch):
+    monkeypatch.setenv(SETTING, "auto")
+    if processor().multiplies_in(BF16) != BF16:
+        pytest.skip("this processor lacks the instructions")
+    environment = {name: value for name, value in os.environ.items() if name not in KEPT}
+
+    def grown(*told):
+        return int(subprocess.check_output([sys.executable, "-c", SHAPES, *told], env=environment)) / 1024
+
+    # Of two processes each: once, beside other tests, a process of one had held what it usually does not, or the other
+    # way round.
+    many, few = max(grown(), grown()), min(grown("few"), grown("few"))
+    assert few < 0.6 * many, f"MiB for 800 shapes: {few}, {many}"
+
+
+@pytest.mark.parametrize(("setting", "expected"), [("native", ["256", "64"]), ("float32", [None, None])])
+def test_few_kernels_are_kept_where_torch_multiplies_16_bits(monkeypatch, setting, expected):
+    for name in KEPT:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(SETTING, setting)
+    keep_few_kernels()
+    assert [os.environ.pop(name, None) for name in KEPT] == expected
+    monkeypatch.setenv(KEPT[0], "7")
+    keep_few_kernels()
+    assert os.environ.pop(KEPT[0]) == "7"
+    os.environ.pop(KEPT[1], None)

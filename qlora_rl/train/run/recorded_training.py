@@ -12,8 +12,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from qlora_rl.adapter.inspected import active_adapter, bare_model, is_bare, shorten_lora
 from qlora_rl.base.checkpoint import PreparedBase
+from qlora_rl.base.experts import directory_is_mixture
 from qlora_rl.base.model_classes import load_processor
-from qlora_rl.cpu_features import processor
+from qlora_rl.cpu_features import keep_few_kernels, processor
 from qlora_rl.cpu_matmul import Float32Products
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import ConfigConflictError
@@ -126,6 +127,9 @@ class RecordedTraining(Resumable, WrappedModel):
         source = ranks().in_turn(lambda: resolve_model(model, args, refers=self._refers, **named), "preparing the base")
         source = fit_for_sharding(source, args)
         self.base = source.base
+        # The experts of a mixture have products of many shapes, which come again.
+        if not directory_is_mixture(self.base.path):
+            keep_few_kernels()
         return source
 
     def close(self) -> None:
