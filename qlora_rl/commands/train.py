@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qlora_rl.commands.codes import INTERRUPTED, UsageError
+from qlora_rl.commands.codes import INTERRUPTED, UsageError, add_overrides
 from qlora_rl.methods import METHODS
 
 if TYPE_CHECKING:
@@ -25,14 +25,7 @@ def add(commands: Any) -> None:
     """The command's arguments."""
     train = commands.add_parser("train", help="train from a TOML file; every field is checked first")
     train.add_argument("file", type=Path, nargs="?", metavar="run.toml", help="see --example and docs/config.md")
-    train.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="TABLE.FIELD=VALUE",
-        help="overrides the file: --set adapter.r=32 --set rewards.0.weight=0.5",
-    )
+    add_overrides(train, "overrides the file: --set adapter.r=32 --set rewards.0.weight=0.5")
     train.add_argument(
         "--check", action="store_true", help="check the file without loading anything, and print it in full"
     )

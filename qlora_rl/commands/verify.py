@@ -10,11 +10,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from qlora_rl.commands.codes import AS_JSON
+
 
 def add(commands: Any) -> None:
     """The command's arguments."""
     verify = commands.add_parser(
-        "verify", help="verify that vLLM holds the same base, and name the weights that differ"
+        "verify", parents=[AS_JSON], help="verify that vLLM holds the same base, and name the weights that differ"
     )
     verify.add_argument("base", type=Path, help="directory made by `prepare`")
     where = verify.add_mutually_exclusive_group(required=True)
@@ -28,7 +30,6 @@ def add(commands: Any) -> None:
         "--api-key-file", type=Path, metavar="F", help="the server's key; by default the environment's QLORA_RL_API_KEY"
     )
     verify.add_argument("--as-loaded", action="store_true", help="do not repair rounded scales first")
-    verify.add_argument("--json", action="store_true", help="print JSON")
     verify.set_defaults(run=run)
 
 
