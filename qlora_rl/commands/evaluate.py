@@ -8,12 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from qlora_rl.commands.codes import COUNT, NOT_NEGATIVE, SHARE, UsageError, existing
+from qlora_rl.commands.codes import AS_JSON, BASE, COUNT, NOT_NEGATIVE, SHARE, UsageError, add_overrides, existing
 
 
 def add(commands: Any) -> None:
     """The command's arguments."""
-    evaluate = commands.add_parser("eval", help="compare the rewards of base and policy on the same prompts")
+    evaluate = commands.add_parser(
+        "eval", parents=[BASE, AS_JSON], help="compare the rewards of base and policy on the same prompts"
+    )
     evaluate.add_argument(
         "trained",
         type=existing,
@@ -21,14 +23,7 @@ def add(commands: Any) -> None:
         help="run directory, or a checkpoint in it; or run.toml before it is trained: what the base answers, sampled "
         "as in training, and whether its rewards leave something to learn",
     )
-    evaluate.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="TABLE.FIELD=VALUE",
-        help="overrides a run.toml",
-    )
+    add_overrides(evaluate, "overrides a run.toml")
     evaluate.add_argument(
         "--data",
         type=existing,
@@ -63,9 +58,7 @@ def add(commands: Any) -> None:
     )
     evaluate.add_argument("--top-p", type=SHARE, metavar="P", help="(default: 1; of a run.toml that of [train])")
     evaluate.add_argument("--seed", type=int, default=0, metavar="N", help="sampling seed (default: %(default)s)")
-    evaluate.add_argument("--base", type=existing, metavar="DIR", help="the base directory, if it was moved")
     evaluate.add_argument("--no-save", action="store_true", help="write no eval.json into the run directory")
-    evaluate.add_argument("--json", action="store_true", help="print JSON")
     evaluate.set_defaults(run=run)
 
 
@@ -147,10 +140,10 @@ def _look(arguments: argparse.Namespace) -> int:
         datasets.disable_progress_bars()
         from qlora_rl.config.launch import check_model, check_talks, load_tokenizer, make_base, trl_config
         from qlora_rl.config.read import read_config
-        from qlora_rl.config.rewards import load_reward
         from qlora_rl.data.load import TEMPLATE_COLUMN, load_data
         from qlora_rl.inference.first_look import look_at_base
         from qlora_rl.methods import METHODS
+        from qlora_rl.rewards.load import load_reward
         from qlora_rl.stages import begin
         from qlora_rl.train.metrics.rewards import check_signature
         from qlora_rl.train.setup.dataset_checks import check_prompts
@@ -176,7 +169,7 @@ def _look(arguments: argparse.Namespace) -> int:
     if config.data.format == "chat":
         check_talks(config, load_tokenizer(config), rows)
     check_prompts(args, rows)
-    rewards = [load_reward(each) for each in config.rewards]
+    rewards = [load_reward(each.use, each.arguments) for each in config.rewards]
     for each in rewards:
         check_signature(each, rows.column_names)
     asked = {"temperature": arguments.temperature, "top_p": arguments.top_p, "max_tokens": arguments.max_tokens}

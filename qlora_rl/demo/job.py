@@ -17,7 +17,7 @@ from typing import Any
 from qlora_rl.cpu_features import processor
 from qlora_rl.demo import task
 from qlora_rl.engine.loading import quieten
-from qlora_rl.errors import ConfigConflictError
+from qlora_rl.errors import raise_where
 from qlora_rl.train.run import METRICS, SUMMARY, RunDirectory, describe_machine, describe_versions
 
 logger = logging.getLogger(__name__)
@@ -62,17 +62,19 @@ class DemoSettings:
     routing_replay: bool = False
 
     def __post_init__(self) -> None:
-        if self.sync not in SYNCS:
-            raise ConfigConflictError(f"starting the demo: sync={self.sync!r} is not one of {SYNCS}.")
-        if self.adapter not in ADAPTERS:
-            raise ConfigConflictError(f"starting the demo: adapter={self.adapter!r} is not one of {ADAPTERS}.")
-        if self.adapter != "lora" and self.sync != "weights":
-            raise ConfigConflictError(
-                f"starting the demo: adapter={self.adapter!r} with sync={self.sync!r}; it is synced as full weights "
-                "only. Use --sync weights."
-            )
-        if self.steps < 1:
-            raise ConfigConflictError(f"starting the demo: steps={self.steps} < 1.")
+        raise_where(
+            "starting the demo",
+            [
+                (self.sync not in SYNCS, f"sync={self.sync!r} is not one of {SYNCS}."),
+                (self.adapter not in ADAPTERS, f"adapter={self.adapter!r} is not one of {ADAPTERS}."),
+                (
+                    self.adapter != "lora" and self.sync != "weights",
+                    f"adapter={self.adapter!r} with sync={self.sync!r}; it is synced as full weights only. Use --sync "
+                    "weights.",
+                ),
+                (self.steps < 1, f"steps={self.steps} < 1."),
+            ],
+        )
 
 
 def default_out(settings: DemoSettings) -> Path:

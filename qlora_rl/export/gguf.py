@@ -18,7 +18,7 @@ import torch
 from qlora_rl.adapter.merged_weights import iter_weights
 from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.documents import read_object
-from qlora_rl.errors import ExportError, MissingDependencyError, NotYetSupportedError, collected
+from qlora_rl.errors import ExportError, MissingDependencyError, NotYetSupportedError, raise_where
 from qlora_rl.export.vocabulary import CONTROL, NORMAL, SPLITS, UNUSED, USER_DEFINED, check_vocabulary
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -62,26 +62,24 @@ def check_gguf(base: str | os.PathLike[str]) -> None:
     from transformers import AutoConfig
 
     require_gguf()
-    reasons = []
     config = AutoConfig.from_pretrained(base)
-    if config.model_type not in ARCHITECTURES:
-        reasons.append(f"model_type={config.model_type!r} is not one of {', '.join(ARCHITECTURES)}")
-    else:
-        rope = getattr(config, "rope_parameters", None) or {}
-        if rope.get("rope_type", "default") != "default":
-            reasons.append(f"its positions are scaled (rope_type={rope['rope_type']!r})")
-        if getattr(config, "use_sliding_window", False):
-            reasons.append("it attends to a sliding window")
-        if config.model_type != "qwen2" and (
-            getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False)
-        ):
-            reasons.append("its linears have biases")
+    kind, rope = config.model_type, getattr(config, "rope_parameters", None) or {}
+    way = rope.get("rope_type", "default")
+    has_biases = getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False)
+    found = [
+        (kind not in ARCHITECTURES, f"model_type={kind!r} is not one of {', '.join(ARCHITECTURES)}"),
+        (kind in ARCHITECTURES and way != "default", f"its positions are scaled (rope_type={way!r})"),
+        (
+            kind in ARCHITECTURES and getattr(config, "use_sliding_window", False),
+            "it attends to a sliding window",
+        ),
+        (kind in ARCHITECTURES and kind != "qwen2" and has_biases, "its linears have biases"),
+    ]
     try:
         _read_tokenizer(Path(base))
     except _Unknown as unknown:
-        reasons.append(str(unknown))
-    if reasons:
-        raise collected(_DOING, [f"{reason}. {_OUT}" for reason in reasons], NotYetSupportedError)
+        found.append((True, str(unknown)))
+    raise_where(_DOING, [(is_so, f"{reason}. {_OUT}") for is_so, reason in found], NotYetSupportedError)
 
 
 def write_gguf(

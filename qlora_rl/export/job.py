@@ -27,7 +27,7 @@ from qlora_rl.base.model_classes import directory_takes_images
 from qlora_rl.base.writer import write_ends, write_weights
 from qlora_rl.contracts import rank_class
 from qlora_rl.engine.cleanup import trim_memory
-from qlora_rl.errors import AdapterRejectedError, ConfigConflictError, ExportError
+from qlora_rl.errors import AdapterRejectedError, ConfigConflictError, ExportError, raise_where
 from qlora_rl.export.card import Card, write_card
 from qlora_rl.export.check import Distance, Witness, choose_prompts
 from qlora_rl.export.llama_cpp import in_llama_cpp
@@ -144,20 +144,27 @@ class _Wish:
     def check_all(self) -> None:
         """Raise `ConfigConflictError` where arguments contradict each other."""
         to, dtype = self.to, self.dtype
-        if to not in KINDS:
-            raise ConfigConflictError(f"exporting: to={to!r} is not one of {', '.join(KINDS)}.")
-        if dtype is not None and dtype not in DTYPES:
-            raise ConfigConflictError(f"exporting: dtype={dtype!r} is not one of {', '.join(DTYPES)}.")
-        if dtype in LIMITS and to != "gguf":
-            raise ConfigConflictError(f"exporting: dtype={dtype!r} is for --to gguf only.")
-        if to == "adapter" and dtype is not None:
-            raise ConfigConflictError("exporting: an adapter keeps the dtype that it was trained in. Leave dtype out.")
-        if to != "merged-original" and self.original is not None:
-            raise ConfigConflictError(f"exporting: original={os.fspath(self.original)!r} is for --to merged-original.")
-        if not self.check and self.max_kl is not None:
-            raise ConfigConflictError("exporting: max_kl is for the check, which check=False (--no-check) leaves out.")
-        if self.prompts < 1:
-            raise ConfigConflictError(f"exporting: prompts={self.prompts} is not above 0.")
+        raise_where(
+            "exporting",
+            [
+                (to not in KINDS, f"to={to!r} is not one of {', '.join(KINDS)}."),
+                (dtype not in (None, *DTYPES), f"dtype={dtype!r} is not one of {', '.join(DTYPES)}."),
+                (dtype in LIMITS and to != "gguf", f"dtype={dtype!r} is for --to gguf only."),
+                (
+                    to == "adapter" and dtype is not None,
+                    "an adapter keeps the dtype that it was trained in. Leave dtype out.",
+                ),
+                (
+                    to != "merged-original" and self.original is not None,
+                    f"original={str(self.original)!r} is for --to merged-original.",
+                ),
+                (
+                    not self.check and self.max_kl is not None,
+                    "max_kl is for the check, which check=False (--no-check) leaves out.",
+                ),
+                (self.prompts < 1, f"prompts={self.prompts} is not above 0."),
+            ],
+        )
 
     def for_run(self, trained: TrainedRun, target: Path) -> _Wish:
         """With what the run decides.

@@ -22,7 +22,7 @@ from qlora_rl.base.model_classes import load_processor
 from qlora_rl.base.unsupported_configs import engine_positions
 from qlora_rl.contracts import SamplingSpec
 from qlora_rl.engine.images import token_ids
-from qlora_rl.errors import ConfigConflictError, RunDirectoryError
+from qlora_rl.errors import ConfigConflictError, RunDirectoryError, raise_where
 from qlora_rl.image_io import as_thumbnails
 from qlora_rl.inference.prompts import with_images
 from qlora_rl.inference.rows import as_trained
@@ -170,16 +170,17 @@ def evaluate(
             'evaluating: each row needs a column "prompt" with text or messages, and there must be one.'
         )
     check_sampling("evaluating", sampling.max_tokens, sampling.temperature, sampling.top_p)
-    if samples < 1:
-        raise ConfigConflictError(f"evaluating: samples={samples} is not at least 1.")
-    if samples > 1 and sampling.temperature == 0:
-        raise ConfigConflictError(
-            f"evaluating: samples={samples} at temperature 0 are all equal. Raise the temperature."
-        )
-    if not rewards:
-        raise ConfigConflictError(
-            "evaluating: no reward function. Pass one, such as numeric_match, or path.py:function."
-        )
+    raise_where(
+        "evaluating",
+        [
+            (samples < 1, f"samples={samples} is not at least 1."),
+            (
+                samples > 1 and sampling.temperature == 0,
+                f"samples={samples} at temperature 0 are all equal. Raise the temperature.",
+            ),
+            (not rewards, "no reward function. Pass one, such as numeric_match, or path.py:function."),
+        ],
+    )
     for name, reward in rewards.items():
         check_signature(reward, [column for row in rows for column in row], name)
     with both_sides(trained, rows, sampling, engine_options or {}) as (ask, serve_policy):
