@@ -10,7 +10,6 @@ from .parts import Markup, images_of, object_in, section, table, tag, text_of
 from .quantities import ABSENT, finite, plain
 from .run import Run
 
-_CONTEXT = 80  # characters before a token
 _LONGEST = 4000  # characters of a text
 
 
