@@ -17,7 +17,7 @@ from qlora_rl.base.unsupported_configs import check_positions
 from qlora_rl.config.directories import RESOLVED, source_line, source_of
 from qlora_rl.config.paths import all_uses, split_reward
 from qlora_rl.config.read import resolved_toml
-from qlora_rl.config.rewards import digest, load_reward, tell_program_tests
+from qlora_rl.config.rewards import digest, tell_program_tests
 from qlora_rl.config.schema import TEACHERS, RunConfig
 from qlora_rl.config.text import value
 from qlora_rl.config.trl_fields import make_args
@@ -30,6 +30,7 @@ from qlora_rl.distributed import join, ranks
 from qlora_rl.engine.started import is_here
 from qlora_rl.errors import AdapterRejectedError, ConfigConflictError, NotYetSupportedError, collected
 from qlora_rl.methods import METHODS
+from qlora_rl.rewards.load import load_reward
 from qlora_rl.stages import begin
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def launch(config: RunConfig, begun: Callable[[Path], None] = lambda directory: 
 
     trainer_class = find_trainer(config.method)
     check_model(config)
-    rewards = [load_reward(reward) for reward in config.rewards]
+    rewards = [load_reward(reward.use, reward.arguments) for reward in config.rewards]
     tools = load_tools(config.tools.use or [], config.environment.use)
     args = trl_config(config)
     begin("reading the data")

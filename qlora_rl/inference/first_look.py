@@ -13,6 +13,7 @@ from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.contracts import SamplingSpec
 from qlora_rl.image_io import as_thumbnails
 from qlora_rl.inference.evaluation import Mean, asking, mean_of
+from qlora_rl.rewards.match import weighted_sum
 from qlora_rl.stages import ended
 
 _SHOWN = 2  # prompts in the text, with their best and their worst completion
@@ -124,7 +125,7 @@ def look_at_base(
     shown = []
     for number, row in enumerate(rows):
         completions: list[dict[str, Any]] = [
-            {"text": side.texts[i], "reward": _sum([values[i] for values in side.rewards.values()], factors)}
+            {"text": side.texts[i], "reward": weighted_sum([values[i] for values in side.rewards.values()], factors)}
             for i in range(number * samples, (number + 1) * samples)
         ]
         scored = [each for each in completions if each["reward"] is not None]
@@ -141,12 +142,6 @@ def look_at_base(
         sampling=sampling,
         rows=sorted(shown, key=lambda row: -row["completions"][0]["reward"]),
     )
-
-
-def _sum(values: Sequence[float | None], factors: Sequence[float]) -> float | None:
-    """As TRL weighs them: what is not scored is left out, and nothing is said of what no reward has scored."""
-    known = [factor * value for factor, value in zip(factors, values, strict=True) if value is not None]
-    return sum(known) if known else None
 
 
 def _short(text: Any) -> str:

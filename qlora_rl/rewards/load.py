@@ -82,7 +82,23 @@ def import_function(
         ConfigConflictError: there is no such file, or nothing in it that can be called by that name.
     """
     place, _, own = name.rpartition(":")
-    return _imported(place, own, Path(folder or "."), doing, raised)
+    if not own.isidentifier() or not place:
+        raise ConfigConflictError(f"{doing}: {place}:{own} is not path.py:function, nor package.module:function.")
+    module = (
+        _of_file(Path(folder or ".") / Path(place).expanduser(), doing, raised)
+        if place.endswith(".py")
+        else _of_package(place, doing, raised)
+    )
+    function = getattr(module, own, None)
+    if not callable(function):
+        names = sorted(
+            each
+            for each, value in vars(module).items()
+            if inspect.isfunction(value) and value.__module__ == module.__name__ and not each.startswith("_")
+        )
+        what = "is not there" if function is None else f"is a {type(function).__name__}, not a function"
+        raise ConfigConflictError(f"{doing}: {own} {what} in {place}. Its functions: {', '.join(names) or 'none'}.")
+    return function
 
 
 def reward_name(reward: Callable[..., Any]) -> str:
@@ -144,26 +160,6 @@ def _with_arguments(function: Callable[..., Any], name: str, arguments: dict[str
     bound: Any = functools.partial(function, **arguments)
     bound.__name__ = getattr(function, "__name__", name)  # under which TRL logs it
     return bound
-
-
-def _imported(place: str, own: str, folder: Path, doing: str, raised: type[QloraRLError]) -> Callable[..., Any]:
-    if not own.isidentifier() or not place:
-        raise ConfigConflictError(f"{doing}: {place}:{own} is not path.py:function, nor package.module:function.")
-    module = (
-        _of_file(folder / Path(place).expanduser(), doing, raised)
-        if place.endswith(".py")
-        else _of_package(place, doing, raised)
-    )
-    function = getattr(module, own, None)
-    if not callable(function):
-        names = sorted(
-            each
-            for each, value in vars(module).items()
-            if inspect.isfunction(value) and value.__module__ == module.__name__ and not each.startswith("_")
-        )
-        what = "is not there" if function is None else f"is a {type(function).__name__}, not a function"
-        raise ConfigConflictError(f"{doing}: {own} {what} in {place}. Its functions: {', '.join(names) or 'none'}.")
-    return function
 
 
 def _of_file(file: Path, doing: str, raised: type[QloraRLError]) -> ModuleType:
