@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qlora_rl.commands.codes import AS_JSON, BASE, COUNT, NOT_NEGATIVE, SHARE, UsageError, add_overrides, existing
+from qlora_rl.errors import raise_where
 
 
 def add(commands: Any) -> None:
@@ -124,16 +125,22 @@ def _look(arguments: argparse.Namespace) -> int:
         "--base": arguments.base,
         "--no-save": arguments.no_save,
     }
-    if wrong := [name for name, value in given.items() if value]:
-        raise UsageError(
-            f"evaluating: {arguments.trained} names its data, rewards and base. Leave {', '.join(wrong)} out, or use "
-            "--set."
-        )
-    if arguments.samples == 1 or arguments.temperature == 0:
-        raise UsageError(
-            "evaluating: whether a step has something to learn from takes several different completions of a prompt. "
-            "Use --samples 2 or more, and a temperature above 0."
-        )
+    wrong = [name for name, value in given.items() if value]
+    raise_where(
+        "evaluating",
+        [
+            (
+                wrong,
+                f"{arguments.trained} names its data, rewards and base. Leave {', '.join(wrong)} out, or use --set.",
+            ),
+            (
+                arguments.samples == 1 or arguments.temperature == 0,
+                "whether a step has something to learn from takes several different completions of a prompt. Use "
+                "--samples 2 or more, and a temperature above 0.",
+            ),
+        ],
+        UsageError,
+    )
     with loading("qlora_rl.adapter.initialization", quietly=True):
         import datasets
 
@@ -150,16 +157,19 @@ def _look(arguments: argparse.Namespace) -> int:
         from qlora_rl.train.setup.settings import sampling_spec
 
         config = read_config(arguments.trained, arguments.overrides)
-    if not METHODS[config.method].samples or not config.rewards or config.tools.use or config.environment.use:
-        raise UsageError(
-            f"evaluating: {arguments.trained} is no run whose base can be asked: that takes a method that samples, "
-            "with rewards, and without tools or environments. `qlora-rl data` shows its rows."
-        )
-    if config.adapter.start_from is not None:
-        raise UsageError(
-            f"evaluating: {arguments.trained} goes on from {config.adapter.start_from}. Evaluate that: qlora-rl eval "
-            f"{config.adapter.start_from}"
-        )
+    uses_tools, start = config.tools.use or config.environment.use, config.adapter.start_from
+    raise_where(
+        "evaluating",
+        [
+            (
+                not METHODS[config.method].samples or not config.rewards or uses_tools,
+                f"{arguments.trained} is no run whose base can be asked: that takes a method that samples, with "
+                "rewards, and without tools or environments. `qlora-rl data` shows its rows.",
+            ),
+            (start, f"{arguments.trained} goes on from {start}. Evaluate that: qlora-rl eval {start}"),
+        ],
+        UsageError,
+    )
     check_model(config)
     args = trl_config(config)
     begin("reading the data")

@@ -366,7 +366,12 @@ class MemoryEstimate:
         if self.budget_bytes is None or not (left := _left_open(self.asked)):
             return ""
         without = f"{self.unaided_bytes / GIB:.2f} GiB > {self.budget_bytes / GIB:.2f} GiB"
-        said = describe(self.chosen, fits=self.fits, without=without)
+        said = "fits without freeing the KV cache or moving layer inputs to host memory"
+        if self.chosen:
+            ways = ", and ".join(
+                f"{way.words} ({way.setting}, about {way.cost:.0%} more time per step)" for way in self.chosen
+            )
+            said = f"turned on to save memory{'' if self.fits else ', but not enough'}: {ways}; without this: {without}"
         moved = self.unaided_bytes > self.budget_bytes and OFFLOAD in left and OFFLOAD not in self.chosen
         if moved and not (other := _with(self, offload=True)).fits_host:
             said += (
@@ -730,17 +735,3 @@ def sets_of(ways: Sequence[Way]) -> Iterator[tuple[Way, ...]]:
     """All sets of some ways, the cheapest first: nothing, and at the end all of them."""
     sets = [each for size in range(len(ways) + 1) for each in combinations(ways, size)]
     yield from sorted(sets, key=lambda each: (sum(way.cost for way in each), len(each)))
-
-
-def describe(chosen: Sequence[Way], *, fits: bool, without: str) -> str:
-    """Which ways a plan has turned on and why, in one sentence.
-
-    Args:
-        chosen: by the plan.
-        fits: with them.
-        without: the peak of the run without them, and the limit.
-    """
-    if not chosen:
-        return "fits without freeing the KV cache or moving layer inputs to host memory"
-    said = ", and ".join(f"{way.words} ({way.setting}, about {way.cost:.0%} more time per step)" for way in chosen)
-    return f"turned on to save memory{'' if fits else ', but not enough'}: {said}; without this: {without}"
