@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
     found = evaluate(trained, rows, named, samples=samples, sampling=sampling, are_as_trained=is_ready)
     if not arguments.no_save:
         save(found, trained, {"data": source, "rewards": list(named)})
-    print(json.dumps(found.as_dict(), indent=1) if arguments.json else found)
+    print(json.dumps(asdict(found), indent=1, default=str) if arguments.json else found)
     return 0
 
 
@@ -195,7 +195,7 @@ def _look(arguments: argparse.Namespace) -> int:
         weights=[each.weight for each in config.rewards],
         max_model_length=args.vllm_max_model_length,
     )
-    print(json.dumps(found.as_dict(), indent=1) if arguments.json else found)
+    print(json.dumps(asdict(found), indent=1, default=str) if arguments.json else found)
     return 0
 
 

@@ -86,10 +86,10 @@ def run(arguments: argparse.Namespace) -> int:
         found = {
             "path": str(done.path),
             "to": done.kind,
-            **(done.distance.as_dict() if done.distance is not None else {}),
+            **(vars(done.distance) if done.distance is not None else {}),
             "prompts": done.prompts,
         }
-        found["llama_cpp"] = None if done.llama_cpp is None else done.llama_cpp.as_dict()
+        found["llama_cpp"] = None if done.llama_cpp is None else vars(done.llama_cpp)
         print(json.dumps(found | {"load": done.load}, indent=1))
         return 0
     told = "not checked" if done.distance is None else f"{done.distance} (prompts: {done.prompts})"

@@ -331,15 +331,9 @@ def _add_tokenizer(writer: Any, base: Path, tokenizer: Any, size: int) -> None:
     content, splits = _read_tokenizer(base)
     added = {token["id"]: token for token in content.get("added_tokens", [])}
     by_id = {number: token for token, number in tokenizer.get_vocab().items()}
-    tokens, types = [], []
-    for number in range(size):  # llama.cpp loads no file with more tokens than rows; a text never needs those
-        if number not in by_id:  # the embedding is larger than the vocabulary
-            tokens.append(f"[PAD{number}]")
-            types.append(UNUSED)
-            continue
-        tokens.append(by_id[number])
-        entry = added.get(number)
-        types.append(NORMAL if entry is None else CONTROL if entry["special"] else USER_DEFINED)
+    # llama.cpp loads no file with more tokens than rows, and the embedding may be larger than the vocabulary.
+    tokens = [by_id.get(number, f"[PAD{number}]") for number in range(size)]
+    types = [_type_of(added.get(number)) if number in by_id else UNUSED for number in range(size)]
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in content["model"]["merges"]]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(splits)
@@ -358,3 +352,7 @@ def _add_tokenizer(writer: Any, base: Path, tokenizer: Any, size: int) -> None:
     writer.add_add_bos_token(begins and tokenizer.bos_token_id is not None)
     if isinstance(tokenizer.chat_template, str):
         writer.add_chat_template(tokenizer.chat_template)
+
+
+def _type_of(added: dict[str, Any] | None) -> int:
+    return NORMAL if added is None else CONTROL if added["special"] else USER_DEFINED

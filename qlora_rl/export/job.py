@@ -225,7 +225,8 @@ def _export(
     if to == "adapter":
         _write_adapter(trained, staging, note)
     elif to == "merged-original":
-        plain = trained.adapted(load_plain(wish.original, trained.base.spec.compute_dtype, is_ours=False))
+        plain = load_plain(wish.original, trained.base.spec.compute_dtype, is_ours=False)
+        plain = trained.with_adapter(trained.adapter, plain)
         _write_merged(trained, plain, staging, dtype)
         del plain
         trim_memory()
@@ -234,8 +235,7 @@ def _export(
         compared = _compared(trained, witness, ids, staging, wish, say=say, note=note)
     distance, in_cpp, accepted = compared
     load = _lines(trained, staging, to, name=target.name, base=trained.base.path.name)
-    source = None if wish.original is None else str(wish.original)
-    write_card(Card(trained, to, dtype, distance, where, load, source, in_cpp), staging)
+    write_card(Card(trained, to, dtype, distance, where, load, in_cpp), staging)
     staging.chmod(0o755)
     _settle(staging)
     if target.exists():
@@ -349,7 +349,7 @@ def _exact_witness(trained: TrainedRun, ids: list[list[int]], room: Path) -> Wit
             plain = load_base(bake_base(trained.base, "float32", out=Path(directory) / "base"))
         else:
             plain = load_plain(trained.base.path, "float32")
-        witness = Witness(trained.adapted(plain), ids, ends=trained.ends)
+        witness = Witness(trained.with_adapter(trained.adapter, plain), ids, ends=trained.ends)
         del plain
         trim_memory()
     return witness

@@ -99,20 +99,14 @@ class Evaluation:
     sampling: SamplingSpec
     rows: list[dict[str, Any]]
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
-
     def __str__(self) -> str:
         heads = ("", "base", "policy", "difference")
         rows = [
             (name, str(each.base), str(each.policy), ("+" if each.difference.value >= 0 else "") + str(each.difference))
             for name, each in self.rewards.items()
         ]
-        base, policy = self.lengths
-        rows.append(("tokens", f"{base:.1f}", f"{policy:.1f}", ""))
-        base, policy = self.cut_off
-        rows.append(("cut off", f"{base:.3f}", f"{policy:.3f}", ""))
+        rows.append(("tokens", *(f"{each:.1f}" for each in self.lengths), ""))
+        rows.append(("cut off", *(f"{each:.3f}" for each in self.cut_off), ""))
         widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(4)]
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -247,7 +241,7 @@ def save(evaluation: Evaluation, trained: TrainedRun, asked: Mapping[str, Any]) 
     """
     asked = {**asked, "step": trained.step}
     target = trained.path / RESULT
-    content = json.dumps({"asked": dict(asked), **evaluation.as_dict()}, indent=1, default=str) + "\n"  # a date, say
+    content = json.dumps({"asked": dict(asked), **asdict(evaluation)}, indent=1, default=str) + "\n"  # a date, say
     try:
         replace_file(target, content.encode())
     except OSError as error:

@@ -6,13 +6,14 @@ Shape letters: P prompts, G completions of a prompt.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.contracts import SamplingSpec
 from qlora_rl.image_io import as_thumbnails
 from qlora_rl.inference.evaluation import Mean, asking, mean_of
+from qlora_rl.report.parts import text_of
 from qlora_rl.rewards.match import weighted_sum
 from qlora_rl.stages import ended
 
@@ -44,10 +45,6 @@ class FirstLook:
     samples: int
     sampling: SamplingSpec
     rows: list[dict[str, Any]]
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
 
     def __str__(self) -> str:
         names = [*self.rewards, "tokens", "cut off"]
@@ -145,9 +142,6 @@ def look_at_base(
 
 
 def _short(text: Any) -> str:
-    if not isinstance(text, str):  # messages, perhaps in parts
-        text = text[-1]["content"] if isinstance(text, list) and text else str(text)
-        if isinstance(text, list):
-            text = " ".join(part.get("text", f"[{part.get('type')}]") for part in text)
-    text = " ".join(str(text).split())
+    """Of messages the last one."""
+    text = " ".join(text_of(text[-1:] if isinstance(text, list) else text).split())
     return text if len(text) <= _CHARACTERS else f"{text[:_CHARACTERS]} ..."

@@ -523,15 +523,11 @@ def teacher_fields(
 def largest_length(estimate: MemoryEstimate) -> int:
     """The largest `max_length` with which it still fits: a multiple of 64, 0 where none does, or what the model
     allows."""
-
-    def fits(blocks: int) -> bool:
-        return estimate.changed(max_length=64 * blocks).fits
-
-    most = max((estimate.shape.positions or 2**20) // 64, 1)
-    low, high = 0, most
+    low, high = 0, max((estimate.shape.positions or 2**20) // 64, 1)
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+        fits = estimate.changed(max_length=64 * middle).fits
+        low, high = (middle, high) if fits else (low, middle - 1)
     return 64 * low
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from qlora_rl.errors import ConfigConflictError, QloraRLError, RewardFunctionError
+from qlora_rl.errors import ConfigConflictError, QloraRLError, RewardFunctionError, raise_where
 
 # Ours, and the module of each.
 BUILT_IN = {
@@ -58,9 +58,7 @@ def load_reward(
             f"{_DOING}: {name!r} does not exist.{hint} Use one of {', '.join(BUILT_IN)}, or your own as "
             "path.py:function."
         )
-    if inspect.isclass(function):
-        return _made(function, name, dict(arguments or {}))
-    return _with_arguments(function, name, dict(arguments or {}))
+    return (_made if inspect.isclass(function) else _with_arguments)(function, name, dict(arguments or {}))
 
 
 def import_function(
@@ -144,17 +142,21 @@ def parameters_of(function: Callable[..., Any]) -> tuple[list[str] | None, list[
 def _with_arguments(function: Callable[..., Any], name: str, arguments: dict[str, Any]) -> Callable[..., Any]:
     known, needed = parameters_of(function)
     unknown = [] if known is None else sorted(arguments.keys() - set(known))
-    if unknown:
-        raise ConfigConflictError(
-            f"{_DOING}: {name!r} takes no {', '.join(map(repr, unknown))}. It takes "
-            f"{', '.join(known or ()) or 'nothing'}."
-        )
     missing = [each for each in needed if each not in arguments]
-    if missing:
-        raise ConfigConflictError(
-            f"{_DOING}: {name!r} needs {', '.join(missing)}. Give it as an argument, or write a function of your own "
-            f"around qlora_rl.rewards.{function.__name__} and name it as path.py:function."
-        )
+    raise_where(
+        _DOING,
+        [
+            (
+                unknown,
+                f"{name!r} takes no {', '.join(map(repr, unknown))}. It takes {', '.join(known or ()) or 'nothing'}.",
+            ),
+            (
+                missing,
+                f"{name!r} needs {', '.join(missing)}. Give it as an argument, or write a function of your own around "
+                f"qlora_rl.rewards.{reward_name(function)} and name it as path.py:function.",
+            ),
+        ],
+    )
     if not arguments:
         return function
     bound: Any = functools.partial(function, **arguments)

@@ -294,7 +294,7 @@ def test_the_card_says_what_it_is_and_names_no_path_of_this_machine(run, base, t
     assert str(tmp_path) not in card
     assert str(base.path.parent) not in card
     numbers = json.loads((done.path / "export.json").read_text())
-    assert numbers["distance"] == done.distance.as_dict()
+    assert numbers["distance"] == vars(done.distance)
 
 
 def test_prompts_come_from_the_rollouts_of_the_run_or_a_file(run, copy, tmp_path):
