@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from qlora_rl.commands.codes import BASE, COUNT, NOT_NEGATIVE, SHARE, UsageError, existing
-from qlora_rl.errors import raise_where
+from qlora_rl.errors import ConfigConflictError, QloraRLError, raise_where
 
 _HELP = "/new starts over, /image FILE shows an image, /quit (or Ctrl-D) ends, Ctrl-C stops an answer"
 
@@ -80,7 +80,6 @@ def run(arguments: argparse.Namespace) -> int:
 def _talks(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Who answers, by name, and what a talk begins with; one that answers alone has no name."""
     from qlora_rl.engine.loading import loading
-    from qlora_rl.errors import ConfigConflictError
 
     with loading("qlora_rl.adapter.initialization", quietly=True):
         from qlora_rl.inference.chat import Conversation
@@ -140,8 +139,6 @@ def _from_pipe(talks: dict[str, Any], images: list[Any], *, as_json: bool) -> No
 def _in_terminal(talks: dict[str, Any], title: str, first_images: list[Any]) -> None:
     """Ask and answer until the end of the input."""
     import readline  # noqa: F401  (input() gets a history)
-
-    from qlora_rl.errors import QloraRLError
 
     images = list(first_images)
     print(f"{title}; {_HELP}")

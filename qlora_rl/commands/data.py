@@ -36,10 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Load the tokenizer and the data, nothing else."""
     from qlora_rl.engine.loading import loading
 
-    with loading(quietly=True):  # and TRL's config classes
-        import datasets
-
-        datasets.disable_progress_bars()
+    with loading(quietly=True, has_bars=False):  # and TRL's config classes
         from qlora_rl.config.launch import check_talks, load_tokenizer, trl_config
         from qlora_rl.config.read import read_config
         from qlora_rl.data.load import TEMPLATE_COLUMN, load_data

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from qlora_rl.commands.codes import AS_JSON, BASE, COUNT, NOT_NEGATIVE, SHARE, UsageError, add_overrides, existing
+from qlora_rl.engine.loading import loading
 from qlora_rl.errors import raise_where
+from qlora_rl.rewards.load import built_in, load_reward, reward_name
 
 
 def add(commands: Any) -> None:
@@ -65,26 +68,17 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print the table, leave eval.json for the report."""
-    import json
-
     from qlora_rl.contracts import SamplingSpec
 
     if arguments.trained.is_file():
         return _look(arguments)
     if arguments.overrides:
         raise UsageError(f"evaluating: --set changes a run.toml, and {arguments.trained} is a run. Leave it out.")
-    from qlora_rl.rewards.load import built_in, load_reward
-
     columns = {"column": arguments.column} if arguments.column else {}
     rewards = [load_reward(name, columns if built_in(name) else None) for name in arguments.reward or []]
     if columns and not rewards:
         raise UsageError("evaluating: --column is for a --reward. Name one, or leave it out.")
-    from qlora_rl.engine.loading import loading
-
-    with loading("qlora_rl.adapter.initialization", quietly=True):
-        import datasets
-
-        datasets.disable_progress_bars()
+    with loading("qlora_rl.adapter.initialization", quietly=True, has_bars=False):
         from qlora_rl.data.load import read_file
         from qlora_rl.inference.evaluation import evaluate, save
         from qlora_rl.inference.rows import open_images
@@ -114,10 +108,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _look(arguments: argparse.Namespace) -> int:
     """Ask the base of a file that is not trained yet."""
-    import json
-
-    from qlora_rl.engine.loading import loading
-
     given = {
         "--data": arguments.data,
         "--reward": arguments.reward,
@@ -141,16 +131,12 @@ def _look(arguments: argparse.Namespace) -> int:
         ],
         UsageError,
     )
-    with loading("qlora_rl.adapter.initialization", quietly=True):
-        import datasets
-
-        datasets.disable_progress_bars()
+    with loading("qlora_rl.adapter.initialization", quietly=True, has_bars=False):
         from qlora_rl.config.launch import check_model, check_talks, load_tokenizer, make_base, trl_config
         from qlora_rl.config.read import read_config
         from qlora_rl.data.load import TEMPLATE_COLUMN, load_data
         from qlora_rl.inference.first_look import look_at_base
         from qlora_rl.methods import METHODS
-        from qlora_rl.rewards.load import load_reward
         from qlora_rl.stages import begin
         from qlora_rl.train.metrics.rewards import check_signature
         from qlora_rl.train.setup.dataset_checks import check_prompts
@@ -218,8 +204,6 @@ def _own_rows(trained: Any, limit: int | None) -> tuple[list[dict[str, Any]], st
 
 def _by_name(rewards: Sequence[Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
     """Under their names in training; of equal ones the second is "name (2)"."""
-    from qlora_rl.rewards.load import reward_name
-
     found: dict[str, Callable[..., Any]] = {}
     for each in rewards:
         name = reward_name(each)

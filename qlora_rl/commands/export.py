@@ -65,10 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from qlora_rl.engine.loading import loading
 
-    with loading("qlora_rl.adapter.initialization", quietly=True):
-        import datasets
-
-        datasets.disable_progress_bars()
+    with loading("qlora_rl.adapter.initialization", quietly=True, has_bars=False):
         from qlora_rl.export.job import export_run
     done = export_run(
         arguments.trained,

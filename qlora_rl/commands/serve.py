@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from qlora_rl.commands.codes import COUNT, add_server, ranged
 from qlora_rl.contracts import ComputeWish
+from qlora_rl.errors import ConfigConflictError
 
 # Of runs, bases and PEFT; the packages that have these names import torch.
 CONFIG, MANIFEST, ADAPTER_CONFIG = "config.json", "qlora_base.json", "adapter_config.json"
@@ -84,7 +85,6 @@ def _trained(run: Path) -> tuple[Path, Path, list[int]]:
     Raises:
         ConfigConflictError: there is no adapter.
     """
-    from qlora_rl.errors import ConfigConflictError
     from qlora_rl.inference.trained import open_trained
     from qlora_rl.stages import remark
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qlora_rl.commands.codes import INTERRUPTED, UsageError, add_overrides
+from qlora_rl.engine.loading import loading
 from qlora_rl.methods import METHODS
 
 if TYPE_CHECKING:
@@ -54,8 +55,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(
             "reading the run: no file was given. `qlora-rl train --example grpo > run.toml` makes one to start from."
         )
-    from qlora_rl.engine.loading import loading
-
     with loading(quietly=True):  # and TRL's config classes
         import transformers
 
@@ -82,7 +81,6 @@ def _checked_or_trained(arguments: argparse.Namespace, config: RunConfig) -> int
     from qlora_rl.config.launch import check_model, check_rows, find_trainer, launch, unchecked, unused_template
     from qlora_rl.config.read import resolved_toml
     from qlora_rl.cpu_features import processor
-    from qlora_rl.engine.loading import loading
     from qlora_rl.train.run import RunLog
 
     if int(os.environ.get("RANK", "0")) == 0 and (said := unused_template(config)):

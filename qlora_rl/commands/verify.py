@@ -50,9 +50,11 @@ def run(arguments: argparse.Namespace) -> int:
     from qlora_rl.engine.loading import loading
 
     try:
-        with loading(*() if arguments.server else ("vllm.entrypoints.llm",)):
+        with loading(*() if arguments.server else ("vllm.entrypoints.llm",), quietly=not arguments.server):
             if not arguments.server:
-                _prepare_for_vllm()
+                from qlora_rl.engine.compat import vllm_version
+
+                vllm_version()  # says what to do where there is none
             from qlora_rl.base.checkpoint import load_base
             from qlora_rl.base.fingerprint import fingerprint_stored
             from qlora_rl.sync.base_check import verify_base
@@ -97,14 +99,6 @@ def run(arguments: argparse.Namespace) -> int:
         lengths = ", ".join(str(apart["tokens"]) for apart in found["function"])
         text += f", and what it computes with them is transformers' up to rounding, in sequences of {lengths} tokens"
     return _tell(arguments, found, text, 0)
-
-
-def _prepare_for_vllm() -> None:
-    from qlora_rl.engine.compat import vllm_version
-    from qlora_rl.engine.loading import quieten
-
-    quieten()
-    vllm_version()  # says what to do where there is none
 
 
 @contextlib.contextmanager

@@ -20,12 +20,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from qlora_rl.demo.pretraining import Progress, autocast, descend, made_once, numerics, printed
 from qlora_rl.errors import QloraRLError
 from qlora_rl.stages import begin, ended, shown
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel, Qwen2Tokenizer
 
 _PAD, _END = "<|endoftext|>", "<|im_end|>"
@@ -188,8 +189,6 @@ def _train(
     seed: int,
     progress: Progress | None,
 ) -> None:
-    import torch
-
     rng = torch.Generator().manual_seed(seed)
     # What all begin with (the tools' schemas) is computed once a step; the token before an assistant's first is not of
     # it.
@@ -213,8 +212,6 @@ def _train(
 
 def _padded(rows: list[tuple[list[int], list[int]]], start: int, pad: int) -> tuple[torch.Tensor, torch.Tensor]:
     """From a place on, padded at the end, which causal attention never looks at from before."""
-    import torch
-
     longest = max(len(ids) for ids, _ in rows)
     ids = [own[start:] + [pad] * (longest - len(own)) for own, _ in rows]
     labels = [own[start:] + [_IGNORED] * (longest - len(own)) for _, own in rows]

@@ -10,14 +10,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from qlora_rl.cpu_features import processor
 from qlora_rl.cpu_matmul import Float32Products
 from qlora_rl.stages import begin, count
-
-if TYPE_CHECKING:
-    import torch
 
 Progress = Callable[[int, int, float], None]
 """Called as `progress(step, steps, loss)` after every step of the pretraining."""
@@ -30,8 +29,6 @@ _CHOOSE_KERNELS = ("MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA")
 
 def numerics() -> dict[str, Any]:
     """What decides in which order sums are added: equal recipes with equal numerics give equal weights."""
-    import torch
-
     return {
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
@@ -46,8 +43,6 @@ def autocast() -> torch.autocast:
     There rounding to bf16 in between saves nothing. It takes a quarter of a step of the tiny model, a fifth of the chat
     model's, and of the picture model's nine tenths, as convolutions in bf16 are slow too.
     """
-    import torch
-
     return torch.autocast("cpu", torch.bfloat16, processor().multiplies_in(torch.bfloat16) == torch.bfloat16)
 
 
@@ -70,8 +65,6 @@ def made_once(
     Raises:
         FileExistsError: `out_dir` holds something else.
     """
-    import torch
-
     from qlora_rl.base.checkpoint import cache_root
 
     digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
@@ -142,8 +135,6 @@ def descend(
         warmup: share of the steps in which the rates rise.
         decay: share in which they fall.
     """
-    import torch
-
     inner = (".layers.", ".blocks.")  # of a language model, of a vision tower
     layers = {id(p) for name, p in model.named_parameters() if p.ndim == 2 and any(part in name for part in inner)}
     matrices, others = ([p for p in model.parameters() if (id(p) in layers) == is_in] for is_in in (True, False))

@@ -17,11 +17,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from qlora_rl.demo.pretraining import Progress, autocast, descend, made_once, numerics, printed
 from qlora_rl.demo.task import LONGEST_ANSWER, Problem, problems
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel, Qwen2Tokenizer
 
 PAD, EOS = "<pad>", "<eos>"
@@ -131,8 +132,6 @@ def answer_greedily(
     The model is used in the mode it is in: on a CPU, eval mode makes bitsandbytes repack a 4-bit weight and changes
     its numbers.
     """
-    import torch
-
     texts: list[str] = []
     with torch.no_grad():
         for first in range(0, len(asked), batch_size):
@@ -174,8 +173,6 @@ def pretrain(
 ) -> None:
     """Have a model with random weights read the two pupils' sums, as `recipe` says; its architecture is the model's
     own."""
-    import torch
-
     rows = problems("pretraining")
     careful_N_S = _encode(tokenizer, rows, [row.answer for row in rows])
     careless_N_S = _encode(tokenizer, rows, [row.careless_answer for row in rows])
@@ -213,8 +210,6 @@ def pretrain(
 
 
 def _encode(tokenizer: Qwen2Tokenizer, rows: list[Problem], answers: list[str]) -> torch.Tensor:
-    import torch
-
     longest = _PROMPT_LENGTH + LONGEST_ANSWER + 1
     encoded = tokenizer([row.prompt + answer + EOS for row, answer in zip(rows, answers, strict=True)])["input_ids"]
     return torch.tensor([ids + [_IGNORED] * (longest - len(ids)) for ids in encoded])

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig
 
 from qlora_rl.adapter.merged_weights import iter_weights
 from qlora_rl.base.checkpoint import PreparedBase
@@ -59,8 +60,6 @@ def check_gguf(base: str | os.PathLike[str]) -> None:
         NotYetSupportedError: another architecture or tokenizer; names every reason, and the way out.
         MissingDependencyError: the `gguf` package is missing.
     """
-    from transformers import AutoConfig
-
     require_gguf()
     config = AutoConfig.from_pretrained(base)
     kind, rope = config.model_type, getattr(config, "rope_parameters", None) or {}
@@ -103,8 +102,6 @@ def write_gguf(
         name: of the model, in the file.
         ends: tokens that end a completion; besides the tokenizer's EOS a file has a place for two.
     """
-    from transformers import AutoConfig
-
     gguf = require_gguf()
     config = AutoConfig.from_pretrained(base.path)
     architecture = gguf.MODEL_ARCH[config.model_type.upper()]
@@ -210,8 +207,6 @@ def load_gguf(directory: Path) -> Any:
 
 def is_read_by_transformers(base: Path) -> bool:
     """transformers' reader of GGUF passes over the size of a head, which for some architectures is then the default."""
-    from transformers import AutoConfig
-
     config = AutoConfig.from_pretrained(base)
     without = type(config)(hidden_size=config.hidden_size, num_attention_heads=config.num_attention_heads)
     return getattr(config, "head_dim", None) == getattr(without, "head_dim", None)
@@ -219,8 +214,6 @@ def is_read_by_transformers(base: Path) -> bool:
 
 def _config_of(file: Path) -> Any:
     """The file's config as transformers reads it, with the size of a head that the file has."""
-    from transformers import AutoConfig
-
     config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
     fields = require_gguf().GGUFReader(file).fields
     if hasattr(config, "head_dim"):

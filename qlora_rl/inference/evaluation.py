@@ -17,6 +17,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, cast
 
+from transformers import AutoConfig, GenerationConfig, TrainerState
+
 from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.base.model_classes import load_processor
 from qlora_rl.base.unsupported_configs import engine_positions
@@ -24,7 +26,7 @@ from qlora_rl.contracts import SamplingSpec
 from qlora_rl.engine.images import token_ids
 from qlora_rl.errors import ConfigConflictError, RunDirectoryError, raise_where
 from qlora_rl.image_io import as_thumbnails
-from qlora_rl.inference.prompts import with_images
+from qlora_rl.inference.prompts import encode, with_images
 from qlora_rl.inference.rows import as_trained
 from qlora_rl.inference.sampling import check_sampling, end_tokens
 from qlora_rl.inference.trained import TrainedRun
@@ -268,10 +270,7 @@ def asking(
         template: further arguments of the chat template.
         options: of `LocalEngine`.
     """
-    from transformers import AutoConfig
-
     from qlora_rl.engine.local import LocalEngine
-    from qlora_rl.inference.prompts import encode
     from qlora_rl.train.metrics.rewards import guard
 
     tokenizer = load_processor(base.path)
@@ -332,8 +331,6 @@ def both_sides(
 
 def _ends(base: Path, tokenizer: Any) -> set[int]:
     """The tokens with which vLLM ends a completion: the tokenizer's, and those of the generation config."""
-    from transformers import GenerationConfig
-
     own = {getattr(tokenizer, "tokenizer", tokenizer).eos_token_id}  # a processor holds a tokenizer
     if not (base / "generation_config.json").is_file():
         return own
@@ -349,8 +346,6 @@ def _with_images(row: Mapping[str, Any]) -> Any:
 
 def _of_trl(reward: Callable[..., Any]) -> dict[str, Any]:
     """Of what TRL gives reward functions about a training that which this one cannot be called without."""
-    from transformers import TrainerState
-
     known = {"trainer_state": TrainerState(), "log_extra": lambda *_: None, "log_metric": lambda *_: None}
     needed = [each.name for each in inspect.signature(reward).parameters.values() if each.default is each.empty]
     return {name: value for name, value in known.items() if name in needed}

@@ -93,6 +93,12 @@ def object_in(record: dict[str, Any], name: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def objects_in(record: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """The objects of a field that is to be a list of them."""
+    value = record.get(name)
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+
+
 def pairs(pairs: Sequence[tuple[str, str]]) -> Markup | None:
     """A table of two columns of words; `None` without a row."""
     rows = [tag("tr", tag("th", key, scope="row"), tag("td", value)) for key, value in pairs if key]
