@@ -222,6 +222,7 @@ def _estimate(arguments: argparse.Namespace) -> MemoryEstimate:
 
 def _show_lengths(estimate: MemoryEstimate, longest: int | None) -> None:
     from qlora_rl.memory.pace import pace_of
+    from qlora_rl.memory.plan import WAYS
 
     request = estimate.request
     if request.method not in OFFLINE:
@@ -230,10 +231,10 @@ def _show_lengths(estimate: MemoryEstimate, longest: int | None) -> None:
             f"{estimate.cache_tokens} tokens in all"
         )
     if longest is not None:
-        print(
-            "longest --max-length that fits: "
-            f"{f'{longest}, with {_settings(estimate.changed(max_length=longest))}' if longest else 'none'}"
-        )
+        wanted = estimate.changed(max_length=longest or request.max_length).request
+        on = ", ".join(way.setting for way in WAYS if getattr(wanted, way.field))
+        told = f"with per_device_train_batch_size={wanted.batch_size}{', ' if on else ''}{on}"
+        print(f"longest --max-length that fits: {f'{longest}, {told}' if longest else 'none'}")
     if estimate.fits and (pace := pace_of(estimate)):
         print(pace)
 
@@ -252,11 +253,3 @@ def _show_what_to_lower(estimate: MemoryEstimate) -> None:
     for saving in savings:
         enough = ", which is enough" if saving.is_enough else ""
         print(f"  {saving.advice}: saves {saving.nbytes / 2**30:.2f} GiB{enough}")
-
-
-def _settings(estimate: MemoryEstimate) -> str:
-    """What a length depends on."""
-    from qlora_rl.memory.plan import WAYS
-
-    on = [way.setting for way in WAYS if getattr(estimate.request, way.field)]
-    return ", ".join([f"per_device_train_batch_size={estimate.request.batch_size}", *on])

@@ -14,8 +14,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from qlora_rl.cpu_features import processor
 from qlora_rl.demo import task
 from qlora_rl.engine.loading import quieten
@@ -325,6 +323,7 @@ def make_trainer(
         changes: arguments of GRPOConfig that are to be others.
         engine_options: of `LocalEngine`, besides the demo's own.
     """
+    import torch
     from datasets import Dataset
     from transformers import PrinterCallback
     from trl import GRPOConfig
@@ -401,6 +400,8 @@ def _peft_config(settings: DemoSettings) -> Any:
 
 def _answers(trainer: Any, asked: Sequence[task.Problem], settings: DemoSettings) -> list[str]:
     """Greedy answers of the policy as the trainer holds it, whichever way it is synced."""
+    import torch
+
     from qlora_rl.demo.tiny_model import answer_greedily
 
     # IA3 multiplies 16-bit activations with float32 vectors: attention takes that under autocast only, as in training.

@@ -103,7 +103,7 @@ class Evaluation:
 
     def __str__(self) -> str:
         heads = ("", "base", "policy", "difference")
-        rows = [
+        rows: list[tuple[str, ...]] = [
             (name, str(each.base), str(each.policy), ("+" if each.difference.value >= 0 else "") + str(each.difference))
             for name, each in self.rewards.items()
         ]

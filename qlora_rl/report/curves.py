@@ -31,7 +31,8 @@ def draw_curves(runs: Sequence[Run], names: Sequence[str]) -> list[Markup]:
 def _draw_curve(
     runs: Sequence[Run], names: Sequence[str], column: str, title: str, y_label: str, word: str = "mean", **options: Any
 ) -> Markup | None:
-    lines, average = [], {"mean": fmean, "median": median}[word]
+    average: Any = fmean if word == "mean" else median
+    lines = []
     for i, (run, name) in enumerate(zip(runs, names, strict=True)):
         x, y, window = run.steps, run.column(column), choose_window(len(run.metrics))
         label = name if len(runs) > 1 else y_label

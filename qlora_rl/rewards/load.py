@@ -58,7 +58,8 @@ def load_reward(
             f"{_DOING}: {name!r} does not exist.{hint} Use one of {', '.join(BUILT_IN)}, or your own as "
             "path.py:function."
         )
-    return (_made if inspect.isclass(function) else _with_arguments)(function, name, dict(arguments or {}))
+    bind: Any = _made if inspect.isclass(function) else _with_arguments
+    return bind(function, name, dict(arguments or {}))
 
 
 def import_function(
