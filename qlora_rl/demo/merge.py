@@ -5,15 +5,16 @@ Here to be compared with; see docs/comparison.md for what it does to the base.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from trl import GRPOTrainer
 
 from qlora_rl.cpu_matmul import Float32Products
-from qlora_rl.engine import compat
 from qlora_rl.train.metrics.measure import MeasuredSteps
 from qlora_rl.train.run import SYNCS, RunDirectory
 
@@ -27,13 +28,12 @@ class MergingTrainer(MeasuredSteps, GRPOTrainer):
     """
 
     def __init__(self, *, run: RunDirectory | None, **arguments: Any):
+        from qlora_rl.engine import compat
+
         # Not TRL's: without them a step of the demo takes a quarter of a minute on a processor without bf16
         # instructions.
         self._products = Float32Products(torch.bfloat16, owner=self)
-        # What its colocated engine needs on a CPU, where there is no argument for it.
-        wanted = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
-        with compat.restored_environment(*wanted):
-            os.environ.update(wanted)
+        with engine_environment():
             super().__init__(**arguments)
         compat.started(self.vllm_generation.llm)
         self.run = run
@@ -71,8 +71,21 @@ class MergingTrainer(MeasuredSteps, GRPOTrainer):
 
     def close(self) -> None:
         """Stop the vLLM that TRL has no way to stop."""
+        from qlora_rl.engine import compat
+
         self._products.close()
         llm, self.vllm_generation.llm = self.vllm_generation.llm, None
         if llm is not None:
             compat.shut_down(llm, owns_process_group=True)
             compat.trim_memory()
+
+
+@contextlib.contextmanager
+def engine_environment() -> Iterator[None]:
+    """What TRL's colocated engine needs in the environment on a CPU (there is no argument for it), then put back."""
+    from qlora_rl.engine import compat
+
+    wanted = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    with compat.restored_environment(*wanted):
+        os.environ.update(wanted)
+        yield
