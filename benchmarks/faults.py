@@ -28,13 +28,13 @@ from rounds import described
 from qlora_rl import QLoRAGRPOTrainer, prepare_base, verify_base
 from qlora_rl.config.launch import trainer_arguments, trl_config
 from qlora_rl.config.read import read_config
-from qlora_rl.config.rewards import load_reward
 from qlora_rl.contracts import SamplingSpec
 from qlora_rl.data.load import load_data
 from qlora_rl.demo.real_model import real_model
 from qlora_rl.demo.real_run import write_project
 from qlora_rl.engine.linears.linear import AdapterProducts
 from qlora_rl.errors import BaseMismatchError, CanaryError
+from qlora_rl.rewards import load_reward
 from qlora_rl.sync import mismatch_debugger
 from qlora_rl.sync.mismatch_debugger import MismatchDebugger, Sampled
 from qlora_rl.train.setup.settings import autocast_dtype
@@ -279,7 +279,7 @@ def measured(home: Path, arguments: Any) -> None:
         args=args,
         train_dataset=train,
         peft_config=LoraConfig(**LORA),
-        reward_funcs=[load_reward(config.rewards[0])],
+        reward_funcs=[load_reward(config.rewards[0].use, config.rewards[0].arguments)],
         **(trainer_arguments(config) | {"share_base": False}),
     )
     try:

@@ -27,11 +27,11 @@ from rounds import described
 
 from qlora_rl.config.launch import trainer_arguments, trl_config
 from qlora_rl.config.read import read_config
-from qlora_rl.config.rewards import load_reward
 from qlora_rl.data.load import load_data
 from qlora_rl.demo.real_model import real_model
 from qlora_rl.demo.real_run import write_project
 from qlora_rl.fidelity import measure
+from qlora_rl.rewards import load_reward
 from qlora_rl.sync.forward import as_trained, bare_model, completion_logits, evaluating, in_float32
 from qlora_rl.train.metrics.alarm import Sampled, sampled_from
 from qlora_rl.train.run import METRICS
@@ -171,7 +171,7 @@ def make_trainer(name: str, steps: int, seed: int, work: Path, engine: Any = Non
         args=args,
         train_dataset=train,
         peft_config=LoraConfig(**LORA),
-        reward_funcs=[load_reward(config.rewards[0])],
+        reward_funcs=[load_reward(config.rewards[0].use, config.rewards[0].arguments)],
         **arguments,
     )
 

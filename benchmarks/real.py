@@ -29,10 +29,10 @@ from rounds import described
 
 from qlora_rl.config.launch import trainer_arguments, trl_config
 from qlora_rl.config.read import read_config
-from qlora_rl.config.rewards import load_reward
 from qlora_rl.data.load import load_data
 from qlora_rl.demo.real_model import real_model
 from qlora_rl.demo.real_run import write_project
+from qlora_rl.rewards import load_reward
 from qlora_rl.train.run import METRICS, RunDirectory
 
 RESULTS = Path(__file__).parent / "results" / "real.json"
@@ -177,7 +177,7 @@ def child(name: str, steps: int, out: Path) -> None:
     if weights == "bf16":
         base = bake_base(base)
     train, held_out = load_data(config.data)
-    reward = load_reward(config.rewards[0])
+    reward = load_reward(config.rewards[0].use, config.rewards[0].arguments)
     args, lora = trl_config(config), LoraConfig(**LORA)
     shared = dict(args=args, train_dataset=train, peft_config=lora, reward_funcs=[reward])
     torch.manual_seed(args.seed)

@@ -56,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Where it is installed TRL imports it, and on a CPU it says so, on stdout; its import sets its level.
     logging.getLogger("DeepSpeed").addFilter(_is_no_remark_on_the_cpu)
     try:
-        with _stages():
+        # By one process of a launcher's.
+        with shown() if os.environ.get("RANK", "0") == "0" else contextlib.nullcontext():
             return int(arguments.run(arguments) or 0)
     except QloraRLError as error:
         print(f"qlora-rl: {error}", file=sys.stderr)
@@ -67,11 +68,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("qlora-rl: interrupted", file=sys.stderr)
         return INTERRUPTED
-
-
-def _stages() -> contextlib.AbstractContextManager[None]:
-    """Stages are shown, by one process of a launcher's."""
-    return shown() if os.environ.get("RANK", "0") == "0" else contextlib.nullcontext()
 
 
 def _is_no_remark_on_the_cpu(record: logging.LogRecord) -> bool:

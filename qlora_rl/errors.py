@@ -36,7 +36,8 @@ things are wrong they are all collected in `reasons` and raised once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 class QloraRLError(Exception):
@@ -186,3 +187,9 @@ def collected(doing: str, reasons: Sequence[str], kind: type[QloraRLError]) -> Q
         return kind(f"{doing}: {reasons[0]}", reasons=reasons)
     lines = "".join(f"\n  - {reason}" for reason in reasons)
     return kind(f"{doing}: {len(reasons)} reasons:{lines}", reasons=reasons)
+
+
+def raise_where(doing: str, found: Iterable[tuple[Any, str]], kind: type[QloraRLError] = ConfigConflictError) -> None:
+    """Raise `collected` texts, of pairs of what is wrong where it is true, and its text."""
+    if reasons := [text for is_wrong, text in found if is_wrong]:
+        raise collected(doing, reasons, kind)

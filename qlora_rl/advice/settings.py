@@ -42,6 +42,8 @@ from dataclasses import dataclass, replace
 from math import sqrt
 from typing import Any
 
+import torch
+
 from qlora_rl.base.model_classes import adaptable
 from qlora_rl.base.quant import QuantSpec
 from qlora_rl.base.unsupported_configs import Limit, engine_positions, function_limit
@@ -170,7 +172,7 @@ def recommend(
         gpu_memory = None if gpu_memory is None else card_size(gpu_memory)
     except ValueError as error:
         raise ConfigConflictError(f"recommending settings: gpu_memory={error}.") from None
-    device = device or _device(gpu_memory)
+    device = device or ("cuda" if gpu_memory is not None or torch.cuda.is_available() else "cpu")
     is_slow = device == "cpu" and task in SAMPLING
     per_step = _ON_CPU if is_slow else METHODS[task].per_step
     config_of_model = read_config(model, trust_remote_code=trust_remote_code)
@@ -304,39 +306,35 @@ def _turned_on(estimate: MemoryEstimate) -> list[Way]:
 
 
 def _fitted(config: Any, task: str, max_length: int, request: Mapping[str, Any], per_step: int) -> MemoryEstimate:
-    """The memory estimate of the largest batch that fits at full length, if need be with what the plan turns on; or of
-    one sequence, shorter."""
+    """The memory estimate of a batch that fits at full length: the one with the shortest step where that is known, also
+    with the KV cache freed between rollouts, otherwise the largest; if need be with what the plan turns on; or of one
+    sequence, shorter."""
     text = config.get_text_config()
     positions = engine_positions(config) if task in SAMPLING else getattr(text, "max_position_embeddings", None)
-    pairs = METHODS[task].sequences  # chosen and rejected, in one forward
     wanted = plan_memory(
         config,
         **request,
         max_length=min(max_length, positions or max_length),
         sequences=per_step if task in SAMPLING else 1,
     )
-    if found := _fastest(wanted, per_step):
-        return found
-    for chosen in ({"offload": False, "sleeps": False}, {}):
-        for batch in (8, 4, 2) if task == "kto" else (8, 4, 2, 1):  # its KL is between rows of a micro-batch
-            estimate = wanted.changed(batch_size=batch * pairs, **chosen)
-            if estimate.fits:
-                return estimate
+    # Chosen and rejected are in one forward; KTO's KL is between rows of a micro-batch.
+    sizes = [batch * METHODS[task].sequences for batch in ((8, 4, 2) if task == "kto" else (8, 4, 2, 1))]
+    is_paced = wanted.request.has_engine and pace_of(wanted) is not None
+    frees = (False, True) if is_paced and wanted.asked.can_sleep else (False,)
+    tried = [wanted.changed(batch_size=size, offload=False, sleeps=each) for each in frees for size in sizes]
+    if found := [estimate for estimate in tried if estimate.fits]:
+        return min(found, key=lambda each: _step_s(each, per_step)) if is_paced else found[0]
+    for size in sizes:
+        estimate = wanted.changed(batch_size=size)
+        if estimate.fits:
+            return estimate
     shorter = largest_length(estimate)
     return estimate.changed(max_length=shorter) if shorter else estimate
 
 
-def _fastest(wanted: MemoryEstimate, per_step: int) -> MemoryEstimate | None:
-    """Of the micro-batches that fit, with and without the KV cache freed between rollouts, the one with the shortest
-    step; `None` without an estimate."""
-    best, least = None, 0.0
-    for sleeps in (False, True) if wanted.asked.can_sleep else (False,):
-        for batch in (8, 4, 2, 1):
-            estimate = wanted.changed(batch_size=batch, offload=False, sleeps=sleeps)
-            pace = pace_of(estimate, per_step) if estimate.request.has_engine and estimate.fits else None
-            if pace is not None and (best is None or pace.step_s * (1 + _GAIN * sleeps) < least):
-                best, least = estimate, pace.step_s * (1 + _GAIN * sleeps)
-    return best
+def _step_s(estimate: MemoryEstimate, per_step: int) -> float:
+    """Of a step, and what freeing the KV cache must gain."""
+    return pace_of(estimate, per_step).step_s * (1 + _GAIN * bool(estimate.request.sleeps))
 
 
 def _reasons(
@@ -415,14 +413,6 @@ def _limit(estimate: MemoryEstimate) -> str:
         return "GiB, the limit you gave"
     planned = f"{budget / GIB:.1f} GiB are planned, which every such card has, and some is kept in reserve"
     return f"a {asked:g} GB card; {planned}"
-
-
-def _device(gpu_memory: float | None) -> str:
-    if gpu_memory is not None:
-        return "cuda"
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _row(name: str, value: Any, why: str) -> str:

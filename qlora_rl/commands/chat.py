@@ -7,14 +7,17 @@ import json
 import sys
 from typing import Any
 
-from qlora_rl.commands.codes import COUNT, NOT_NEGATIVE, SHARE, UsageError, existing
+from qlora_rl.commands.codes import BASE, COUNT, NOT_NEGATIVE, SHARE, UsageError, existing
+from qlora_rl.errors import ConfigConflictError, QloraRLError, raise_where
 
 _HELP = "/new starts over, /image FILE shows an image, /quit (or Ctrl-D) ends, Ctrl-C stops an answer"
 
 
 def add(commands: Any) -> None:
     """The command's arguments."""
-    chat = commands.add_parser("chat", help="chat with a trained policy; from a pipe: each line gets an answer")
+    chat = commands.add_parser(
+        "chat", parents=[BASE], help="chat with a trained policy; from a pipe: each line gets an answer"
+    )
     chat.add_argument(
         "trained", type=existing, metavar="RUN", help="run directory, or a checkpoint or exported adapter in it"
     )
@@ -47,7 +50,6 @@ def add(commands: Any) -> None:
         action="store_true",
         help="continue the text as it is, without chat template, prompt_template and history",
     )
-    chat.add_argument("--base", type=existing, metavar="DIR", help="the base directory, if it was moved")
     chat.add_argument(
         "--json", action="store_true", help="from a pipe: one JSON object for each line, with prompt and answer"
     )
@@ -56,10 +58,17 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """A talk in a terminal; from a pipe each line is a talk of its own."""
-    if arguments.system and arguments.raw:
-        raise UsageError("chatting: --system with --raw, which uses no messages. Leave one of them out.")
-    if arguments.teacher and arguments.base_only:
-        raise UsageError("chatting: --teacher with --base-only, which is no student. Leave one of them out.")
+    raise_where(
+        "chatting",
+        [
+            (arguments.system and arguments.raw, "--system with --raw, which uses no messages. Leave one of them out."),
+            (
+                arguments.teacher and arguments.base_only,
+                "--teacher with --base-only, which is no student. Leave one of them out.",
+            ),
+        ],
+        UsageError,
+    )
     talks, title = _talks(arguments)
     if sys.stdin.isatty():
         _in_terminal(talks, title, arguments.image)
@@ -71,7 +80,6 @@ def run(arguments: argparse.Namespace) -> int:
 def _talks(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Who answers, by name, and what a talk begins with; one that answers alone has no name."""
     from qlora_rl.engine.loading import loading
-    from qlora_rl.errors import ConfigConflictError
 
     with loading("qlora_rl.adapter.initialization", quietly=True):
         from qlora_rl.inference.chat import Conversation
@@ -132,8 +140,6 @@ def _in_terminal(talks: dict[str, Any], title: str, first_images: list[Any]) -> 
     """Ask and answer until the end of the input."""
     import readline  # noqa: F401  (input() gets a history)
 
-    from qlora_rl.errors import QloraRLError
-
     images = list(first_images)
     print(f"{title}; {_HELP}")
     while True:
@@ -168,14 +174,9 @@ def _answer(talks: dict[str, Any], text: str, images: list[Any]) -> None:
         for piece in talk.answer(text, images):
             print(piece, end="", flush=True)
         if talk.cut_off_after is not None:
-            print(f"\n[cut off {_where(talk)}]", end="")
-
-
-def _where(talk: Any) -> str:
-    """Where the newest answer was cut off."""
-    if talk.cut_off_after < talk.max_tokens:
-        return f"after {talk.cut_off_after} tokens, at the model's last position"
-    return f"after {talk.cut_off_after} tokens; --max-tokens allows more"
+            is_at_the_end = talk.cut_off_after < talk.max_tokens
+            why = ", at the model's last position" if is_at_the_end else "; --max-tokens allows more"
+            print(f"\n[cut off after {talk.cut_off_after} tokens{why}]", end="")
 
 
 def _image(path: str) -> Any:

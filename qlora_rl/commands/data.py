@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qlora_rl.commands.codes import ranged
+from qlora_rl.commands.codes import add_overrides, ranged
 from qlora_rl.contracts import IMAGES
 from qlora_rl.data.rows import TEACHER_COLUMN
 from qlora_rl.errors import ConfigConflictError
@@ -25,9 +25,7 @@ def add(commands: Any) -> None:
         "data", help="rows of a run's file as the model will see them, and their lengths in tokens"
     )
     data.add_argument("file", type=Path, metavar="run.toml")
-    data.add_argument(
-        "--set", dest="overrides", action="append", default=[], metavar="TABLE.FIELD=VALUE", help="overrides the file"
-    )
+    add_overrides(data)
     data.add_argument(
         "--rows", type=ranged(int, at_least=0), default=3, metavar="N", help="rows to print (default: %(default)s)"
     )
@@ -38,10 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Load the tokenizer and the data, nothing else."""
     from qlora_rl.engine.loading import loading
 
-    with loading(quietly=True):  # and TRL's config classes
-        import datasets
-
-        datasets.disable_progress_bars()
+    with loading(quietly=True, has_bars=False):  # and TRL's config classes
         from qlora_rl.config.launch import check_talks, load_tokenizer, trl_config
         from qlora_rl.config.read import read_config
         from qlora_rl.data.load import TEMPLATE_COLUMN, load_data

@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from qlora_rl.commands.codes import AS_JSON
+
 
 def add(commands: Any) -> None:
     """The command's arguments."""
-    doctor = commands.add_parser("doctor", help="check packages, libraries and this machine; print it for a bug report")
-    doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor = commands.add_parser(
+        "doctor", parents=[AS_JSON], help="check packages, libraries and this machine; print it for a bug report"
+    )
     doctor.set_defaults(run=run)
 
 

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from qlora_rl.commands.codes import COUNT, NOT_NEGATIVE, SHARE, UsageError, existing
+from qlora_rl.commands.codes import AS_JSON, BASE, COUNT, NOT_NEGATIVE, SHARE, UsageError, add_overrides, existing
+from qlora_rl.engine.loading import loading
+from qlora_rl.errors import raise_where
+from qlora_rl.rewards.load import built_in, load_reward, reward_name
 
 
 def add(commands: Any) -> None:
     """The command's arguments."""
-    evaluate = commands.add_parser("eval", help="compare the rewards of base and policy on the same prompts")
+    evaluate = commands.add_parser(
+        "eval", parents=[BASE, AS_JSON], help="compare the rewards of base and policy on the same prompts"
+    )
     evaluate.add_argument(
         "trained",
         type=existing,
@@ -21,14 +27,7 @@ def add(commands: Any) -> None:
         help="run directory, or a checkpoint in it; or run.toml before it is trained: what the base answers, sampled "
         "as in training, and whether its rewards leave something to learn",
     )
-    evaluate.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="TABLE.FIELD=VALUE",
-        help="overrides a run.toml",
-    )
+    add_overrides(evaluate, "overrides a run.toml")
     evaluate.add_argument(
         "--data",
         type=existing,
@@ -63,34 +62,23 @@ def add(commands: Any) -> None:
     )
     evaluate.add_argument("--top-p", type=SHARE, metavar="P", help="(default: 1; of a run.toml that of [train])")
     evaluate.add_argument("--seed", type=int, default=0, metavar="N", help="sampling seed (default: %(default)s)")
-    evaluate.add_argument("--base", type=existing, metavar="DIR", help="the base directory, if it was moved")
     evaluate.add_argument("--no-save", action="store_true", help="write no eval.json into the run directory")
-    evaluate.add_argument("--json", action="store_true", help="print JSON")
     evaluate.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print the table, leave eval.json for the report."""
-    import json
-
     from qlora_rl.contracts import SamplingSpec
 
     if arguments.trained.is_file():
         return _look(arguments)
     if arguments.overrides:
         raise UsageError(f"evaluating: --set changes a run.toml, and {arguments.trained} is a run. Leave it out.")
-    from qlora_rl.rewards.load import built_in, load_reward
-
     columns = {"column": arguments.column} if arguments.column else {}
     rewards = [load_reward(name, columns if built_in(name) else None) for name in arguments.reward or []]
     if columns and not rewards:
         raise UsageError("evaluating: --column is for a --reward. Name one, or leave it out.")
-    from qlora_rl.engine.loading import loading
-
-    with loading("qlora_rl.adapter.initialization", quietly=True):
-        import datasets
-
-        datasets.disable_progress_bars()
+    with loading("qlora_rl.adapter.initialization", quietly=True, has_bars=False):
         from qlora_rl.data.load import read_file
         from qlora_rl.inference.evaluation import evaluate, save
         from qlora_rl.inference.rows import open_images
@@ -114,16 +102,12 @@ def run(arguments: argparse.Namespace) -> int:
     found = evaluate(trained, rows, named, samples=samples, sampling=sampling, are_as_trained=is_ready)
     if not arguments.no_save:
         save(found, trained, {"data": source, "rewards": list(named)})
-    print(json.dumps(found.as_dict(), indent=1) if arguments.json else found)
+    print(json.dumps(asdict(found), indent=1, default=str) if arguments.json else found)
     return 0
 
 
 def _look(arguments: argparse.Namespace) -> int:
     """Ask the base of a file that is not trained yet."""
-    import json
-
-    from qlora_rl.engine.loading import loading
-
     given = {
         "--data": arguments.data,
         "--reward": arguments.reward,
@@ -131,23 +115,25 @@ def _look(arguments: argparse.Namespace) -> int:
         "--base": arguments.base,
         "--no-save": arguments.no_save,
     }
-    if wrong := [name for name, value in given.items() if value]:
-        raise UsageError(
-            f"evaluating: {arguments.trained} names its data, rewards and base. Leave {', '.join(wrong)} out, or use "
-            "--set."
-        )
-    if arguments.samples == 1 or arguments.temperature == 0:
-        raise UsageError(
-            "evaluating: whether a step has something to learn from takes several different completions of a prompt. "
-            "Use --samples 2 or more, and a temperature above 0."
-        )
-    with loading("qlora_rl.adapter.initialization", quietly=True):
-        import datasets
-
-        datasets.disable_progress_bars()
+    wrong = [name for name, value in given.items() if value]
+    raise_where(
+        "evaluating",
+        [
+            (
+                wrong,
+                f"{arguments.trained} names its data, rewards and base. Leave {', '.join(wrong)} out, or use --set.",
+            ),
+            (
+                arguments.samples == 1 or arguments.temperature == 0,
+                "whether a step has something to learn from takes several different completions of a prompt. Use "
+                "--samples 2 or more, and a temperature above 0.",
+            ),
+        ],
+        UsageError,
+    )
+    with loading("qlora_rl.adapter.initialization", quietly=True, has_bars=False):
         from qlora_rl.config.launch import check_model, check_talks, load_tokenizer, make_base, trl_config
         from qlora_rl.config.read import read_config
-        from qlora_rl.config.rewards import load_reward
         from qlora_rl.data.load import TEMPLATE_COLUMN, load_data
         from qlora_rl.inference.first_look import look_at_base
         from qlora_rl.methods import METHODS
@@ -157,16 +143,19 @@ def _look(arguments: argparse.Namespace) -> int:
         from qlora_rl.train.setup.settings import sampling_spec
 
         config = read_config(arguments.trained, arguments.overrides)
-    if not METHODS[config.method].samples or not config.rewards or config.tools.use or config.environment.use:
-        raise UsageError(
-            f"evaluating: {arguments.trained} is no run whose base can be asked: that takes a method that samples, "
-            "with rewards, and without tools or environments. `qlora-rl data` shows its rows."
-        )
-    if config.adapter.start_from is not None:
-        raise UsageError(
-            f"evaluating: {arguments.trained} goes on from {config.adapter.start_from}. Evaluate that: qlora-rl eval "
-            f"{config.adapter.start_from}"
-        )
+    uses_tools, start = config.tools.use or config.environment.use, config.adapter.start_from
+    raise_where(
+        "evaluating",
+        [
+            (
+                not METHODS[config.method].samples or not config.rewards or uses_tools,
+                f"{arguments.trained} is no run whose base can be asked: that takes a method that samples, with "
+                "rewards, and without tools or environments. `qlora-rl data` shows its rows.",
+            ),
+            (start, f"{arguments.trained} goes on from {start}. Evaluate that: qlora-rl eval {start}"),
+        ],
+        UsageError,
+    )
     check_model(config)
     args = trl_config(config)
     begin("reading the data")
@@ -176,7 +165,7 @@ def _look(arguments: argparse.Namespace) -> int:
     if config.data.format == "chat":
         check_talks(config, load_tokenizer(config), rows)
     check_prompts(args, rows)
-    rewards = [load_reward(each) for each in config.rewards]
+    rewards = [load_reward(each.use, each.arguments) for each in config.rewards]
     for each in rewards:
         check_signature(each, rows.column_names)
     asked = {"temperature": arguments.temperature, "top_p": arguments.top_p, "max_tokens": arguments.max_tokens}
@@ -192,7 +181,7 @@ def _look(arguments: argparse.Namespace) -> int:
         weights=[each.weight for each in config.rewards],
         max_model_length=args.vllm_max_model_length,
     )
-    print(json.dumps(found.as_dict(), indent=1) if arguments.json else found)
+    print(json.dumps(asdict(found), indent=1, default=str) if arguments.json else found)
     return 0
 
 
@@ -215,8 +204,6 @@ def _own_rows(trained: Any, limit: int | None) -> tuple[list[dict[str, Any]], st
 
 def _by_name(rewards: Sequence[Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
     """Under their names in training; of equal ones the second is "name (2)"."""
-    from qlora_rl.rewards.load import reward_name
-
     found: dict[str, Callable[..., Any]] = {}
     for each in rewards:
         name = reward_name(each)

@@ -6,13 +6,15 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from qlora_rl.commands.codes import COUNT, NOT_NEGATIVE, existing
+from qlora_rl.commands.codes import AS_JSON, BASE, COUNT, NOT_NEGATIVE, existing
 
 
 def add(commands: Any) -> None:
     """The command's arguments."""
     export = commands.add_parser(
-        "export", help="export the policy of a run: adapter, merged model or GGUF, loaded again and compared"
+        "export",
+        parents=[BASE, AS_JSON],
+        help="export the policy of a run: adapter, merged model or GGUF, loaded again and compared",
     )
     export.add_argument(
         "trained", type=existing, metavar="RUN", help="run directory, or a checkpoint or exported adapter in it"
@@ -33,7 +35,6 @@ def add(commands: Any) -> None:
     export.add_argument(
         "--original", metavar="MODEL", help="original model, for merged-original (default: the base's source)"
     )
-    export.add_argument("--base", type=existing, metavar="DIR", help="the base directory, if it was moved")
     export.add_argument(
         "--data",
         type=existing,
@@ -55,7 +56,6 @@ def add(commands: Any) -> None:
         action="store_false",
         help="do not load it again and compare, which of a large model takes most of the time",
     )
-    export.add_argument("--json", action="store_true", help="print JSON")
     export.set_defaults(run=run)
 
 
@@ -65,10 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from qlora_rl.engine.loading import loading
 
-    with loading("qlora_rl.adapter.initialization", quietly=True):
-        import datasets
-
-        datasets.disable_progress_bars()
+    with loading("qlora_rl.adapter.initialization", quietly=True, has_bars=False):
         from qlora_rl.export.job import export_run
     done = export_run(
         arguments.trained,
@@ -86,10 +83,10 @@ def run(arguments: argparse.Namespace) -> int:
         found = {
             "path": str(done.path),
             "to": done.kind,
-            **(done.distance.as_dict() if done.distance is not None else {}),
+            **(vars(done.distance) if done.distance is not None else {}),
             "prompts": done.prompts,
         }
-        found["llama_cpp"] = None if done.llama_cpp is None else done.llama_cpp.as_dict()
+        found["llama_cpp"] = None if done.llama_cpp is None else vars(done.llama_cpp)
         print(json.dumps(found | {"load": done.load}, indent=1))
         return 0
     told = "not checked" if done.distance is None else f"{done.distance} (prompts: {done.prompts})"

@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from qlora_rl.commands.codes import VERDICTS, existing
+from qlora_rl.commands.codes import AS_JSON, VERDICTS, existing
 
 
 def add(commands: Any) -> None:
     """The command's arguments."""
-    judge = commands.add_parser("judge", help="say how an adapter can be synced to an engine, and why")
+    judge = commands.add_parser(
+        "judge", parents=[AS_JSON], help="say how an adapter can be synced to an engine, and why"
+    )
     judge.add_argument("adapter", type=existing, help="run directory, or one written by PEFT's save_pretrained")
     judge.add_argument("--base", type=existing, help="the model or prepared base that it is meant for")
-    judge.add_argument("--json", action="store_true", help="print JSON")
     judge.set_defaults(run=run)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from qlora_rl.commands.codes import COUNT, DOES_NOT_FIT, POSITIVE, UsageError, card
+from qlora_rl.commands.codes import AS_JSON, COUNT, DOES_NOT_FIT, MODEL, POSITIVE, QUANTISED, UsageError
 from qlora_rl.contracts import QUANT_TYPES
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.methods import ESTIMATED, OFFLINE, TAUGHT
@@ -20,13 +20,8 @@ _TOP_K = 20
 
 def add(commands: Any) -> None:
     """The command's arguments."""
-    plan = commands.add_parser("plan", help="estimate the memory of a run without loading the model")
-    plan.add_argument("model", help="checkpoint or base directory, config.json, or hub name")
-    plan.add_argument(
-        "--gpu-memory",
-        type=card,
-        metavar="SIZE",
-        help="size of the card, such as 24 or 24GB; any other number is a limit in GiB (default: no limit)",
+    plan = commands.add_parser(
+        "plan", parents=[MODEL, QUANTISED, AS_JSON], help="estimate the memory of a run without loading the model"
     )
     plan.add_argument(
         "--host-memory",
@@ -61,18 +56,6 @@ def add(commands: Any) -> None:
         "about 900 x 900 pixels)",
     )
     plan.add_argument("--quant", choices=QUANT_TYPES, help="(default: as the base is stored, otherwise nf4)")
-    plan.add_argument(
-        "--double-quant",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="also quantise the scales (default: on)",
-    )
-    plan.add_argument("--quantize-experts", action="store_true", help="also quantise the experts of a mixture")
-    plan.add_argument(
-        "--quantize-tower",
-        action="store_true",
-        help="also quantise vision tower and projector of a vision-language model",
-    )
     plan.add_argument("--rank", type=COUNT, default=16, metavar="R", help="rank of the adapter (default: %(default)s)")
     plan.add_argument(
         "--target-modules",
@@ -86,8 +69,6 @@ def add(commands: Any) -> None:
     )
     _add_training(plan)
     plan.add_argument("--cpu", action="store_true", help="plan for a CPU")
-    plan.add_argument("--trust-remote-code", action="store_true", help="let the model's own code run")
-    plan.add_argument("--json", action="store_true", help="print JSON")
     plan.set_defaults(run=run)
 
 
@@ -195,7 +176,12 @@ def _estimate(arguments: argparse.Namespace) -> MemoryEstimate:
     from qlora_rl.engine.compat import may_sleep
 
     targets = arguments.target_modules
-    if arguments.method in OFFLINE and (said := _of_the_engine(arguments)):
+    of_the_engine = {
+        "--two-copies": arguments.two_copies,
+        "--sleep": arguments.sleep is not None,
+        "--num-generations": arguments.num_generations is not None,
+    }
+    if arguments.method in OFFLINE and (said := [option for option, is_said in of_the_engine.items() if is_said]):
         raise UsageError(
             f"planning the memory: {', '.join(said)} with --method {arguments.method}, which makes no engine. Leave it "
             "out."
@@ -236,6 +222,7 @@ def _estimate(arguments: argparse.Namespace) -> MemoryEstimate:
 
 def _show_lengths(estimate: MemoryEstimate, longest: int | None) -> None:
     from qlora_rl.memory.pace import pace_of
+    from qlora_rl.memory.plan import WAYS
 
     request = estimate.request
     if request.method not in OFFLINE:
@@ -244,10 +231,10 @@ def _show_lengths(estimate: MemoryEstimate, longest: int | None) -> None:
             f"{estimate.cache_tokens} tokens in all"
         )
     if longest is not None:
-        print(
-            "longest --max-length that fits: "
-            f"{f'{longest}, with {_settings(estimate.changed(max_length=longest))}' if longest else 'none'}"
-        )
+        wanted = estimate.changed(max_length=longest or request.max_length).request
+        on = ", ".join(way.setting for way in WAYS if getattr(wanted, way.field))
+        told = f"with per_device_train_batch_size={wanted.batch_size}{', ' if on else ''}{on}"
+        print(f"longest --max-length that fits: {f'{longest}, {told}' if longest else 'none'}")
     if estimate.fits and (pace := pace_of(estimate)):
         print(pace)
 
@@ -266,21 +253,3 @@ def _show_what_to_lower(estimate: MemoryEstimate) -> None:
     for saving in savings:
         enough = ", which is enough" if saving.is_enough else ""
         print(f"  {saving.advice}: saves {saving.nbytes / 2**30:.2f} GiB{enough}")
-
-
-def _settings(estimate: MemoryEstimate) -> str:
-    """What a length depends on."""
-    from qlora_rl.memory.plan import WAYS
-
-    on = [way.setting for way in WAYS if getattr(estimate.request, way.field)]
-    return ", ".join([f"per_device_train_batch_size={estimate.request.batch_size}", *on])
-
-
-def _of_the_engine(arguments: argparse.Namespace) -> list[str]:
-    """Options that say something of an engine."""
-    said = {
-        "--two-copies": arguments.two_copies,
-        "--sleep": arguments.sleep is not None,
-        "--num-generations": arguments.num_generations is not None,
-    }
-    return [option for option, is_there in said.items() if is_there]

@@ -6,21 +6,16 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from qlora_rl.commands.codes import QUANTISED
 from qlora_rl.contracts import QUANT_TYPES
 
 
 def add(commands: Any) -> None:
     """The command's arguments."""
-    prepare = commands.add_parser("prepare", help="quantise a model once, for trainer and engine")
+    prepare = commands.add_parser("prepare", parents=[QUANTISED], help="quantise a model once, for trainer and engine")
     prepare.add_argument("model", help="hub name or checkpoint directory")
     prepare.add_argument("out", type=Path, help="directory to write")
     prepare.add_argument("--quant", choices=QUANT_TYPES, default="nf4", help="(default: %(default)s)")
-    prepare.add_argument(
-        "--double-quant",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="quantise the scales too (default: on)",
-    )
     prepare.add_argument(
         "--blocksize", type=int, default=64, metavar="N", help="weights per scale (default: %(default)s)"
     )
@@ -33,12 +28,6 @@ def add(commands: Any) -> None:
         default=[],
         metavar="NAME",
         help="linears that stay unquantised: names, or parts of them, such as layers.1.mlp",
-    )
-    prepare.add_argument("--quantize-experts", action="store_true", help="of a mixture, experts in 4 bits too")
-    prepare.add_argument(
-        "--quantize-tower",
-        action="store_true",
-        help="of a vision-language model, vision tower and projector in 4 bits too",
     )
     prepare.add_argument(
         "--calibrate",

@@ -7,27 +7,21 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from qlora_rl.commands.codes import COUNT, DOES_NOT_FIT, UsageError, card
+from qlora_rl.commands.codes import COUNT, DOES_NOT_FIT, MODEL, UsageError
+from qlora_rl.errors import raise_where
 from qlora_rl.methods import ESTIMATED, METHODS
 
 
 def add(commands: Any) -> None:
     """The command's arguments."""
     recommend = commands.add_parser(
-        "recommend", help="recommend settings for a model, a task and a card, with their sources"
+        "recommend", parents=[MODEL], help="recommend settings for a model, a task and a card, with their sources"
     )
-    recommend.add_argument("model", help="checkpoint or base directory, config.json, or hub name")
     recommend.add_argument(
         "--task",
         choices=ESTIMATED,
         default="grpo",
         help="(default: %(default)s)",
-    )
-    recommend.add_argument(
-        "--gpu-memory",
-        type=card,
-        metavar="SIZE",
-        help="size of the card, such as 24 or 24GB; any other number is a limit in GiB (default: no limit)",
     )
     recommend.add_argument(
         "--max-length",
@@ -43,7 +37,6 @@ def add(commands: Any) -> None:
         help="optimizer steps; a short run gets a higher learning rate (default: %(default)s)",
     )
     recommend.add_argument("--device", choices=["cuda", "cpu"], help="(default: cuda if available)")
-    recommend.add_argument("--trust-remote-code", action="store_true", help="let the model's own code run")
     recommend.add_argument(
         "--data", metavar="DATA", help="dataset on the hub, or a file of rows; needs --toml or --out"
     )
@@ -126,21 +119,31 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_usage(arguments: argparse.Namespace) -> None:
-    if arguments.teacher and not METHODS[arguments.task].is_taught:
-        raise UsageError(f"recommending settings: --teacher with --task {arguments.task}. Pass --task distill.")
     makes_file = arguments.toml or arguments.out is not None
-    if makes_file != bool(arguments.data):
-        raise UsageError(
-            "recommending settings: --data and --toml or --out belong together: a run's file names its data."
-        )
-    if arguments.out is not None and arguments.out.exists():
-        raise UsageError(f"recommending settings: {arguments.out} exists already. Choose another name, or remove it.")
-    if not arguments.data and (arguments.subset or arguments.split or arguments.reward):
-        raise UsageError("recommending settings: --subset, --split and --reward are about --data. Leave them out.")
-    if makes_file and Path(arguments.model).is_file():
-        raise UsageError(
-            "recommending settings: a run's file needs a model, and a config.json is none. Pass a directory."
-        )
+    of_data = arguments.subset or arguments.split or arguments.reward
+    raise_where(
+        "recommending settings",
+        [
+            (
+                arguments.teacher and not METHODS[arguments.task].is_taught,
+                f"--teacher with --task {arguments.task}. Pass --task distill.",
+            ),
+            (
+                makes_file != bool(arguments.data),
+                "--data and --toml or --out belong together: a run's file names its data.",
+            ),
+            (
+                arguments.out is not None and arguments.out.exists(),
+                f"{arguments.out} exists already. Choose another name, or remove it.",
+            ),
+            (of_data and not arguments.data, "--subset, --split and --reward are about --data. Leave them out."),
+            (
+                makes_file and Path(arguments.model).is_file(),
+                "a run's file needs a model, and a config.json is none. Pass a directory.",
+            ),
+        ],
+        UsageError,
+    )
 
 
 def _command(arguments: argparse.Namespace) -> str:

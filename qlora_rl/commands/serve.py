@@ -7,8 +7,9 @@ from pathlib import Path
 from shlex import quote
 from typing import Any, get_args
 
-from qlora_rl.commands.codes import COUNT, PORT, POSITIVE, SHARE, ranged
+from qlora_rl.commands.codes import COUNT, add_server, ranged
 from qlora_rl.contracts import ComputeWish
+from qlora_rl.errors import ConfigConflictError
 
 # Of runs, bases and PEFT; the packages that have these names import torch.
 CONFIG, MANIFEST, ADAPTER_CONFIG = "config.json", "qlora_base.json", "adapter_config.json"
@@ -29,9 +30,13 @@ def add(commands: Any) -> None:
         help="directory made by `prepare`; or a run directory or a checkpoint in it, whose policy is then model "
         '"policy"',
     )
-    serve.add_argument("--host", default="127.0.0.1", help="to listen on (default: %(default)s)")
-    serve.add_argument(
-        "--port", type=PORT, default=8000, help="to listen on; 0 takes a free one (default: %(default)s)"
+    add_server(
+        serve,
+        port=8000,
+        share=0.9,
+        says="share of the card (default: %(default)s, as a server has it to itself; 0.3 from Python, where a trainer "
+        "may share it)",
+        help="largest request (default: from the largest adapter)",
     )
     serve.add_argument("--api-key-file", type=Path, metavar="F", help="file with the API key; created if missing")
     serve.add_argument(
@@ -47,20 +52,6 @@ def add(commands: Any) -> None:
         "--max-loras", type=COUNT, default=2, metavar="N", help="adapters in memory (default: %(default)s)"
     )
     serve.add_argument(
-        "--max-model-length", type=COUNT, metavar="N", help="prompt plus completion, in tokens (default: the model's)"
-    )
-    serve.add_argument(
-        "--max-num-seqs", type=COUNT, default=128, metavar="N", help="sequences in flight (default: %(default)s)"
-    )
-    serve.add_argument(
-        "--gpu-memory-utilization",
-        type=SHARE,
-        default=0.9,
-        metavar="X",
-        help="share of the card (default: %(default)s, as a server has it to itself; 0.3 from Python, where a trainer "
-        "may share it)",
-    )
-    serve.add_argument(
         "--base-compute",
         choices=get_args(ComputeWish),
         help="what linears multiply with on the CPU: the codes (default), or vLLM's own way",
@@ -70,13 +61,6 @@ def add(commands: Any) -> None:
         type=COUNT,
         metavar="N",
         help="number of GPUs to shard the base over; a 4-bit base is then served in its baked form (default: 1)",
-    )
-    serve.add_argument("--kv-cache-gib", type=POSITIVE, metavar="GIB", help="size of the KV cache")
-    serve.add_argument(
-        "--max-body-mib", type=POSITIVE, metavar="MIB", help="largest request (default: from the largest adapter)"
-    )
-    serve.add_argument(
-        "--ready-file", type=Path, metavar="F", help="file that is written, as JSON, when the server is ready"
     )
     serve.set_defaults(run=run)
 
@@ -101,7 +85,6 @@ def _trained(run: Path) -> tuple[Path, Path, list[int]]:
     Raises:
         ConfigConflictError: there is no adapter.
     """
-    from qlora_rl.errors import ConfigConflictError
     from qlora_rl.inference.trained import open_trained
     from qlora_rl.stages import remark
 

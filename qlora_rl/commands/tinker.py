@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from qlora_rl.commands.codes import COUNT, PORT, POSITIVE, SHARE
+from qlora_rl.commands.codes import COUNT, POSITIVE, add_server
 
 
 def add(commands: Any) -> None:
@@ -18,9 +18,13 @@ def add(commands: Any) -> None:
     tinker.add_argument(
         "--dir", type=Path, required=True, dest="directory", metavar="D", help="where weights and requests are kept"
     )
-    tinker.add_argument("--host", default="127.0.0.1", help="to listen on (default: %(default)s)")
-    tinker.add_argument(
-        "--port", type=PORT, default=8001, help="to listen on; 0 takes a free one (default: %(default)s)"
+    add_server(
+        tinker,
+        port=8001,
+        share=0.3,
+        says="share of the card that vLLM may fill (default: %(default)s)",
+        default=64.0,
+        help="largest request (default: 64)",
     )
     tinker.add_argument(
         "--api-key-file",
@@ -37,19 +41,9 @@ def add(commands: Any) -> None:
     )
     tinker.add_argument("--max-rank", type=COUNT, default=32, metavar="R", help="of an adapter (default: 32)")
     tinker.add_argument(
-        "--max-model-length", type=COUNT, metavar="N", help="prompt plus completion, in tokens (default: the model's)"
-    )
-    tinker.add_argument(
-        "--max-num-seqs", type=COUNT, default=128, metavar="N", help="sequences in flight (default: 128)"
-    )
-    tinker.add_argument(
         "--tokens", type=COUNT, default=4096, metavar="N", help="tokens of a micro-batch of training (default: 4096)"
     )
     tinker.add_argument("--gradient-checkpointing", action="store_true", help="less memory for a slower backward pass")
-    tinker.add_argument(
-        "--gpu-memory-utilization", type=SHARE, default=0.3, metavar="X", help="share of the card that vLLM may fill"
-    )
-    tinker.add_argument("--kv-cache-gib", type=POSITIVE, metavar="GIB", help="size of the KV cache")
     tinker.add_argument(
         "--checkpoint-every",
         type=COUNT,
@@ -65,10 +59,6 @@ def add(commands: Any) -> None:
         metavar="S",
         help="without a sign of life, until a client's adapters leave memory (default: 120)",
     )
-    tinker.add_argument(
-        "--max-body-mib", type=POSITIVE, default=64.0, metavar="MIB", help="largest request (default: 64)"
-    )
-    tinker.add_argument("--ready-file", type=Path, metavar="F", help="written, as JSON, when the server is ready")
     tinker.set_defaults(run=run)
 
 

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qlora_rl.commands.codes import INTERRUPTED, UsageError
+from qlora_rl.commands.codes import INTERRUPTED, UsageError, add_overrides
+from qlora_rl.engine.loading import loading
 from qlora_rl.methods import METHODS
 
 if TYPE_CHECKING:
@@ -25,14 +26,7 @@ def add(commands: Any) -> None:
     """The command's arguments."""
     train = commands.add_parser("train", help="train from a TOML file; every field is checked first")
     train.add_argument("file", type=Path, nargs="?", metavar="run.toml", help="see --example and docs/config.md")
-    train.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="TABLE.FIELD=VALUE",
-        help="overrides the file: --set adapter.r=32 --set rewards.0.weight=0.5",
-    )
+    add_overrides(train, "overrides the file: --set adapter.r=32 --set rewards.0.weight=0.5")
     train.add_argument(
         "--check", action="store_true", help="check the file without loading anything, and print it in full"
     )
@@ -61,8 +55,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(
             "reading the run: no file was given. `qlora-rl train --example grpo > run.toml` makes one to start from."
         )
-    from qlora_rl.engine.loading import loading
-
     with loading(quietly=True):  # and TRL's config classes
         import transformers
 
@@ -89,7 +81,6 @@ def _checked_or_trained(arguments: argparse.Namespace, config: RunConfig) -> int
     from qlora_rl.config.launch import check_model, check_rows, find_trainer, launch, unchecked, unused_template
     from qlora_rl.config.read import resolved_toml
     from qlora_rl.cpu_features import processor
-    from qlora_rl.engine.loading import loading
     from qlora_rl.train.run import RunLog
 
     if int(os.environ.get("RANK", "0")) == 0 and (said := unused_template(config)):

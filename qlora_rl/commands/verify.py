@@ -10,11 +10,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from qlora_rl.commands.codes import AS_JSON
+
 
 def add(commands: Any) -> None:
     """The command's arguments."""
     verify = commands.add_parser(
-        "verify", help="verify that vLLM holds the same base, and name the weights that differ"
+        "verify", parents=[AS_JSON], help="verify that vLLM holds the same base, and name the weights that differ"
     )
     verify.add_argument("base", type=Path, help="directory made by `prepare`")
     where = verify.add_mutually_exclusive_group(required=True)
@@ -28,7 +30,6 @@ def add(commands: Any) -> None:
         "--api-key-file", type=Path, metavar="F", help="the server's key; by default the environment's QLORA_RL_API_KEY"
     )
     verify.add_argument("--as-loaded", action="store_true", help="do not repair rounded scales first")
-    verify.add_argument("--json", action="store_true", help="print JSON")
     verify.set_defaults(run=run)
 
 
@@ -49,9 +50,11 @@ def run(arguments: argparse.Namespace) -> int:
     from qlora_rl.engine.loading import loading
 
     try:
-        with loading(*() if arguments.server else ("vllm.entrypoints.llm",)):
+        with loading(*() if arguments.server else ("vllm.entrypoints.llm",), quietly=not arguments.server):
             if not arguments.server:
-                _prepare_for_vllm()
+                from qlora_rl.engine.compat import vllm_version
+
+                vllm_version()  # says what to do where there is none
             from qlora_rl.base.checkpoint import load_base
             from qlora_rl.base.fingerprint import fingerprint_stored
             from qlora_rl.sync.base_check import verify_base
@@ -96,14 +99,6 @@ def run(arguments: argparse.Namespace) -> int:
         lengths = ", ".join(str(apart["tokens"]) for apart in found["function"])
         text += f", and what it computes with them is transformers' up to rounding, in sequences of {lengths} tokens"
     return _tell(arguments, found, text, 0)
-
-
-def _prepare_for_vllm() -> None:
-    from qlora_rl.engine.compat import vllm_version
-    from qlora_rl.engine.loading import quieten
-
-    quieten()
-    vllm_version()  # says what to do where there is none
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -162,10 +162,6 @@ def _look_at_data(value: str | list[str]) -> list[str]:
     return check_files(files)
 
 
-def _look_at_key(value: str) -> list[str]:
-    return [] if os.path.isfile(value) else [f"there is no file {value}"]
-
-
 def _look_at_adapter(value: str) -> list[str]:
     from qlora_rl.adapter.directory import adapter_in, why_no_weights
 
@@ -184,29 +180,20 @@ def _look_at_teacher(value: str) -> list[str]:
 _SECRET = "names a user or has a query or a fragment. Write 'http://host:8000', and name the key's file: api_key_file"
 
 
-def _may_hold_a_secret(url: str) -> bool:
-    return any(mark in url for mark in "@?#")
-
-
-def _look_at_url(value: str) -> list[str]:
-    if _may_hold_a_secret(value):
-        return [_SECRET]
-    return [] if is_url(value) else [f"{show(value)} is no URL such as 'http://host:8000'"]
-
-
 def _look_at_where(value: str | list[str]) -> list[str]:
-    urls = [value] if isinstance(value, str) else value
+    return [] if value in STARTED else _look_at_servers([value] if isinstance(value, str) else value, STARTED)
+
+
+def _look_at_servers(urls: list[str], words: Sequence[str] = ()) -> list[str]:
+    """URLs, where there are words for an engine."""
     if not urls:
         return ["names no server"]
-    if isinstance(value, str) and value in STARTED:
-        return []
-    if any(map(_may_hold_a_secret, urls)):
+    if any(mark in url for url in urls for mark in "@?#"):
         return [_SECRET]
-    wrong = [each for each in urls if not is_url(each)]
-    if not wrong:
+    if not (wrong := [each for each in urls if not is_url(each)]):
         return []
-    hint = nearest(wrong[0], STARTED)
-    return [f"{show(wrong[0])} is neither {', '.join(map(repr, STARTED))} nor a URL such as 'http://host:8000'{hint}"]
+    other = f"neither {', '.join(map(repr, words))} nor a" if words else "no"
+    return [f"{show(wrong[0])} is {other} URL such as 'http://host:8000'{nearest(wrong[0], words)}"]
 
 
 def _look_at_functions(value: Any) -> list[str]:
@@ -261,10 +248,10 @@ _LOOKS: Mapping[str, Callable[[Any], list[str]]] = {
     "function": _look_at_functions,
     "template": _look_at_template,
     "patterns": _look_at_patterns,
-    "file": _look_at_key,
+    "file": lambda file: [] if os.path.isfile(file) else [f"there is no file {file}"],
     "where": _look_at_where,
     "adapter": _look_at_adapter,
     "teacher": _look_at_teacher,
-    "url": _look_at_url,
+    "url": lambda url: _look_at_servers([url]),
     "text": _look_at_text,
 }

@@ -8,16 +8,19 @@ import shlex
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import qlora_rl
+from qlora_rl.adapter.load import make_lora, open_adapter
+from qlora_rl.base.checkpoint import PreparedBase, load_base, prepare_base
 from qlora_rl.base.hub import hub_reachable, is_local, why_missing
 from qlora_rl.base.model_classes import adaptable, takes_images
+from qlora_rl.base.quant import QuantSpec
 from qlora_rl.base.unsupported_configs import check_positions
 from qlora_rl.config.directories import RESOLVED, source_line, source_of
 from qlora_rl.config.paths import all_uses, split_reward
 from qlora_rl.config.read import resolved_toml
-from qlora_rl.config.rewards import digest, load_reward, tell_program_tests
+from qlora_rl.config.rewards import digest, tell_program_tests
 from qlora_rl.config.schema import TEACHERS, RunConfig
 from qlora_rl.config.text import value
 from qlora_rl.config.trl_fields import make_args
@@ -29,12 +32,11 @@ from qlora_rl.data.rows import TEACHER_COLUMN
 from qlora_rl.distributed import join, ranks
 from qlora_rl.engine.started import is_here
 from qlora_rl.errors import AdapterRejectedError, ConfigConflictError, NotYetSupportedError, collected
+from qlora_rl.memory.shape import check_supported, model_and_adapter, read_config, skeleton, stored_spec
 from qlora_rl.methods import METHODS
+from qlora_rl.rewards.load import load_reward
 from qlora_rl.stages import begin
-
-if TYPE_CHECKING:
-    from qlora_rl.base.checkpoint import PreparedBase
-    from qlora_rl.base.quant import QuantSpec
+from qlora_rl.train.setup.tools import ENVIRONMENT_COLUMN, check_template, load_tools
 
 logger = logging.getLogger(__name__)
 
@@ -65,11 +67,10 @@ def launch(config: RunConfig, begun: Callable[[Path], None] = lambda directory: 
     """
     from qlora_rl.train.metrics.rewards import check_signature
     from qlora_rl.train.setup.kto import mixed_completions
-    from qlora_rl.train.setup.tools import ENVIRONMENT_COLUMN, load_tools
 
     trainer_class = find_trainer(config.method)
     check_model(config)
-    rewards = [load_reward(reward) for reward in config.rewards]
+    rewards = [load_reward(reward.use, reward.arguments) for reward in config.rewards]
     tools = load_tools(config.tools.use or [], config.environment.use)
     args = trl_config(config)
     begin("reading the data")
@@ -140,7 +141,6 @@ def check_model(config: RunConfig) -> str:
             computes another function, or an adapter on experts or a vision tower that an engine would have to serve.
     """
     from qlora_rl.adapter.shape import warn_of_unmatched
-    from qlora_rl.memory.shape import check_supported, model_and_adapter, read_config, skeleton, stored_spec
 
     held = config.base
     try:
@@ -342,8 +342,6 @@ def load_tokenizer(config: RunConfig) -> Any:
             "or format = 'plain'."
         )
     if config.tools.use or config.environment.use:
-        from qlora_rl.train.setup.tools import check_template
-
         check_template(tokenizer, held.model)
     return tokenizer
 
@@ -417,7 +415,6 @@ def _digests(config: RunConfig) -> list[str]:
 
 def _new_lora(config: RunConfig) -> Any:
     """The adapter to make; `None` where there is one already, or none is trained."""
-    from qlora_rl.adapter.load import make_lora
 
     adapter = config.adapter
     if adapter.kind != "lora" or adapter.start_from is not None:
@@ -426,8 +423,6 @@ def _new_lora(config: RunConfig) -> Any:
 
 
 def _spec(config: RunConfig) -> QuantSpec:
-    from qlora_rl.base.quant import QuantSpec
-
     held = config.base
     skipped = tuple(sorted(held.skip_modules))
     return QuantSpec(
@@ -443,7 +438,6 @@ def _spec(config: RunConfig) -> QuantSpec:
 
 def make_base(config: RunConfig) -> PreparedBase:
     """[base] of a run, prepared where it is not yet."""
-    from qlora_rl.base.checkpoint import prepare_base
 
     held, spec = config.base, _spec(config)
     return prepare_base(
@@ -463,7 +457,6 @@ def make_base(config: RunConfig) -> PreparedBase:
 
 def make_teacher(config: RunConfig) -> PreparedBase:
     """The second model of [teacher], prepared where it is not yet."""
-    from qlora_rl.base.checkpoint import prepare_base
 
     return prepare_base(
         config.teacher.model,
@@ -478,7 +471,6 @@ def _of_method(config: RunConfig) -> dict[str, Any]:
     if not METHODS[config.method].is_taught:
         return {}
     from qlora_rl.memory.plan import teacher_fields
-    from qlora_rl.memory.shape import stored_spec
 
     teacher, top_k = config.teacher, config.teacher.top_k if config.teacher.url else 0
     asked: dict[str, Any] = {"top_k": top_k, "adapter": None if teacher.adapter in TEACHERS else teacher.adapter}
@@ -491,9 +483,7 @@ def _of_method(config: RunConfig) -> dict[str, Any]:
 def _model(config: RunConfig, args: Any) -> tuple[Any, Any]:
     """What the trainer takes as model= and peft_config=."""
     from qlora_rl.adapter.initialization import apply_start
-    from qlora_rl.adapter.load import open_adapter
     from qlora_rl.adapter.verdict import judge_adapter
-    from qlora_rl.base.checkpoint import load_base
     from qlora_rl.train.setup.memory_budget import budget_of
 
     held, adapter = config.base, config.adapter

@@ -13,7 +13,6 @@ from qlora_rl.config.findings import nearest, not_among, show
 from qlora_rl.config.paths import split_reward
 from qlora_rl.config.schema import Reward
 from qlora_rl.rewards.load import BUILT_IN, OF_REWARDS, built_in, parameters_of
-from qlora_rl.rewards.load import load_reward as find_reward
 from qlora_rl.rewards.programs import program_match, tell_modes
 
 
@@ -58,11 +57,6 @@ def column_of(use: str, arguments: Mapping[str, Any]) -> str | None:
     column = inspect.signature(built_in(function)).parameters.get("column")
     found = arguments.get("column", column.default if column else None)
     return found if isinstance(found, str) else None
-
-
-def load_reward(reward: Reward) -> Any:
-    """The function, its arguments bound. This runs the user's file; see `qlora_rl.rewards.load_reward`."""
-    return find_reward(reward.use, reward.arguments)
 
 
 def tell_program_tests(rewards: Iterable[Reward], rows: Any) -> None:

@@ -4,8 +4,8 @@ minute on two cores.
 It is a real Qwen3 checkpoint with a real tokenizer, of about a million parameters: enough for the format of its
 conversations and for what can be copied from them, not for arithmetic.
 
-From the shell: `python -m qlora_rl.demo.chat_model OUT_DIR ROWS.jsonl`, of rows with `messages`, or with `question` and
-`answer`.
+From the shell: `python -m qlora_rl.demo.chat_model OUT_DIR ROWS.jsonl`, of rows with `messages`, or with a question and
+its answer.
 
 Shape letters: B conversations of a batch, S positions, V vocabulary.
 """
@@ -16,17 +16,17 @@ import argparse
 import hashlib
 import json
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qlora_rl.cpu_matmul import Float32Products
-from qlora_rl.demo.tiny_model import Descent, Progress, autocast, numerics, put_directory
-from qlora_rl.stages import begin, count, ended, shown
+import torch
+
+from qlora_rl.demo.pretraining import Progress, autocast, descend, made_once, numerics, printed
+from qlora_rl.errors import QloraRLError
+from qlora_rl.stages import begin, ended, shown
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel, Qwen2Tokenizer
 
 _PAD, _END = "<|endoftext|>", "<|im_end|>"
@@ -35,7 +35,6 @@ _SPECIAL, _PLAIN = (_PAD, "<|im_start|>", _END), ("<tool_call>", "</tool_call>",
 _THINKING = ("<think>", "</think>")
 _IGNORED = -100
 _VOCABULARY = 1024
-_RECIPE = "recipe.json"
 
 
 def make_chat_model(
@@ -55,7 +54,7 @@ def make_chat_model(
 
     Args:
         conversations: messages; the assistant's may have `tool_calls`, and then a message of role "tool" follows.
-        out_dir: where; by default in the cache (`$QLORA_RL_CACHE`, else `~/.cache/qlora_rl`).
+        out_dir: for a copy; by default the directory in the cache (`$QLORA_RL_CACHE`, else `~/.cache/qlora_rl`).
         tools: what the chat template shows as tools before each conversation.
         steps: of the training, with `batch_size` conversations each.
         hidden_size: a multiple of 64, the block size of the quantisation.
@@ -66,7 +65,6 @@ def make_chat_model(
     Raises:
         FileExistsError: `out_dir` holds something else.
     """
-    import torch
     from transformers.utils import get_json_schema
 
     schemas = [get_json_schema(tool) for tool in tools]
@@ -76,53 +74,17 @@ def make_chat_model(
         "text": hashlib.sha256(json.dumps([list(map(list, conversations)), schemas]).encode()).hexdigest(),
     }  # fmt: skip
 
-    def fill(target: Path) -> None:
+    def make() -> tuple[PreTrainedModel, Qwen2Tokenizer]:
         begin("making the tokenizer")
         tokenizer = _make_tokenizer(conversations, schemas)
         rows = [_encode(tokenizer, each, schemas) for each in conversations]
-        with torch.random.fork_rng(devices=[]), Float32Products(torch.bfloat16):
-            torch.manual_seed(seed)
-            model = _build_model(tokenizer, hidden_size, layers, max(len(ids) for ids, _ in rows))
-            begin("training the model")
-            _train(model, rows, steps, batch_size, seed, progress)
-        model.to(torch.bfloat16).save_pretrained(target)
-        tokenizer.save_pretrained(target)
+        model = _build_model(tokenizer, hidden_size, layers, max(len(ids) for ids, _ in rows))
+        begin("training the model")
+        _train(model, rows, steps, batch_size, seed, progress)
+        return model, tokenizer
 
     with ended():
-        return make_once("chat", recipe, out_dir, fill)
-
-
-def make_once(
-    kind: str, recipe: Mapping[str, Any], out_dir: str | os.PathLike[str] | None, fill: Callable[[Path], object]
-) -> Path:
-    """The directory of a model that `fill` makes, where that recipe's is not there yet.
-
-    Args:
-        kind: begins its name in the cache (`$QLORA_RL_CACHE`, else `~/.cache/qlora_rl`).
-        recipe: plain values that decide what it is.
-        out_dir: put it here instead.
-        fill: writes it into an empty directory.
-
-    Raises:
-        FileExistsError: `out_dir` holds something else.
-    """
-    from qlora_rl.base.checkpoint import cache_root
-
-    digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
-    out = Path(out_dir) if out_dir is not None else cache_root() / f"{kind}-{digest[:12]}"
-    if out.is_dir() and any(out.iterdir()):
-        if (out / _RECIPE).is_file() and json.loads((out / _RECIPE).read_text()) == digest:
-            return out
-        raise FileExistsError(
-            f"making a model: out_dir={str(out)!r} contains other files. Choose a new or an empty directory."
-        )
-
-    def fill_and_sign(target: Path) -> None:
-        fill(target)
-        (target / _RECIPE).write_text(json.dumps(digest) + "\n")
-
-    put_directory(out, fill_and_sign)
-    return out
+        return made_once("chat", recipe, out_dir, seed, make)
 
 
 def _make_tokenizer(
@@ -227,17 +189,14 @@ def _train(
     seed: int,
     progress: Progress | None,
 ) -> None:
-    import torch
-
     rng = torch.Generator().manual_seed(seed)
-    descent = Descent(model, steps)
     # What all begin with (the tools' schemas) is computed once a step; the token before an assistant's first is not of
     # it.
     common = os.path.commonprefix([ids for ids, _ in rows])
     common = common[: min(next(i for i, own in enumerate(labels) if own != _IGNORED) for _, labels in rows) - 1]
     common_1_S = torch.tensor([common])
-    model.train()
-    for step in range(steps):
+
+    def loss_of_batch() -> torch.Tensor:
         chosen = torch.randint(len(rows), (batch_size,), generator=rng).tolist()
         ids_B_S, labels_B_S = _padded([rows[number] for number in chosen], len(common), model.config.pad_token_id)
         with autocast():
@@ -246,50 +205,34 @@ def _train(
             hidden = model.model(ids_B_S[:, :-1], past_key_values=cache).last_hidden_state
             own = labels_B_S[:, 1:] != _IGNORED
             logits = model.lm_head(hidden[own])
-        loss = torch.nn.functional.cross_entropy(logits.float(), labels_B_S[:, 1:][own])
-        descent.step(step, loss)
-        count("step", step + 1, steps)
-        if progress is not None:
-            progress(step + 1, steps, loss.item())
+        return torch.nn.functional.cross_entropy(logits.float(), labels_B_S[:, 1:][own])
+
+    descend(model, steps, loss_of_batch, progress)
 
 
 def _padded(rows: list[tuple[list[int], list[int]]], start: int, pad: int) -> tuple[torch.Tensor, torch.Tensor]:
     """From a place on, padded at the end, which causal attention never looks at from before."""
-    import torch
-
     longest = max(len(ids) for ids, _ in rows)
     ids = [own[start:] + [pad] * (longest - len(own)) for own, _ in rows]
     labels = [own[start:] + [_IGNORED] * (longest - len(own)) for _, own in rows]
     return torch.tensor(ids), torch.tensor(labels)
 
 
-def read_conversations(file: str | os.PathLike[str]) -> list[list[dict[str, Any]]]:
-    """The conversations of a .jsonl file: `messages`, or of `question` and `answer` a turn each.
+def read_conversations(file: str) -> list[list[dict[str, Any]]]:
+    """The conversations of a data file: `messages`, or of a question and its answer a turn each.
 
     Raises:
-        ValueError: there is no such file, or a line has neither; names it.
+        ConfigConflictError: it cannot be read.
+        ValueError: a row has neither; names it.
     """
-    try:
-        lines = Path(file).read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ValueError(f"reading {file}: {error.strerror}. Pass a .jsonl file.") from error
-    talks = []
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        if not isinstance(row, dict):
-            raise ValueError(f"reading {file}: line {number} is no JSON object. Write one object per line.")
-        if "messages" in row:
-            talks.append(row["messages"])
-        elif {"question", "answer"} <= row.keys():
-            turns = (("user", "question"), ("assistant", "answer"))
-            talks.append([{"role": role, "content": row[column]} for role, column in turns])
-        else:
+    from qlora_rl.data.calibration import calibration_rows
+
+    talks = calibration_rows(file)
+    for number, talk in enumerate(talks):
+        if not isinstance(talk, list) or talk[-1].get("role") != "assistant":
             raise ValueError(
-                f"reading {file}: line {number} has the columns {', '.join(row)}. Give each line `messages`, or "
-                "`question` and `answer`."
+                f"reading {file}: row {number} holds no conversation. Give each row `messages`, or `question` and "
+                "`answer`."
             )
     return talks
 
@@ -298,7 +241,7 @@ def main() -> None:
     """Make the model that the command line asks for and say where it is."""
     parser = argparse.ArgumentParser(prog="python -m qlora_rl.demo.chat_model", description=__doc__.split("\n")[0])
     parser.add_argument("out_dir", help="directory to write")
-    parser.add_argument("rows", help=".jsonl file with `messages`, or with `question` and `answer`")
+    parser.add_argument("rows", help="data file with `messages`, or with `question` and `answer`")
     parser.add_argument("--steps", type=int, default=60, help="(default: %(default)s)")
     with shown():
         _make(parser, parser.parse_args())
@@ -309,21 +252,14 @@ def _make(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Non
     from qlora_rl.engine.loading import quieten
 
     quieten()
-    started = time.monotonic()
-
-    def report(step: int, steps: int, loss: float) -> None:
-        if step % 25 == 0 or step == steps:
-            begin("")
-            print(f"step {step} of {steps}, loss {loss:.3f}, {time.monotonic() - started:.0f} s", flush=True)
-
     try:
         talks = read_conversations(arguments.rows)
-        if not talks:
-            raise ValueError(f"reading {arguments.rows}: it is empty. Write one object per line.")
         talks.sort(key=lambda talk: sum(len(str(turn["content"])) for turn in talk))
         talks = talks[: max(1, len(talks) // 2)]  # the shorter half: it takes a third of the time
-        made = make_chat_model(talks, arguments.out_dir, steps=arguments.steps, batch_size=8, layers=2, progress=report)
-    except (ValueError, FileExistsError) as error:
+        made = make_chat_model(
+            talks, arguments.out_dir, steps=arguments.steps, batch_size=8, layers=2, progress=printed(25)
+        )
+    except (QloraRLError, ValueError, FileExistsError) as error:
         parser.exit(1, f"{parser.prog}: {error}\n")
     print(made)
 

@@ -17,8 +17,9 @@ from typing import Any
 from qlora_rl.cpu_features import processor
 from qlora_rl.demo import task
 from qlora_rl.engine.loading import quieten
-from qlora_rl.errors import ConfigConflictError
-from qlora_rl.train.run import METRICS, SUMMARY, RunDirectory, describe_machine, describe_versions
+from qlora_rl.errors import raise_where
+from qlora_rl.report import quantities, read_run, write_report
+from qlora_rl.train.run import SUMMARY, RunDirectory, describe_machine, describe_versions
 
 logger = logging.getLogger(__name__)
 
@@ -62,17 +63,19 @@ class DemoSettings:
     routing_replay: bool = False
 
     def __post_init__(self) -> None:
-        if self.sync not in SYNCS:
-            raise ConfigConflictError(f"starting the demo: sync={self.sync!r} is not one of {SYNCS}.")
-        if self.adapter not in ADAPTERS:
-            raise ConfigConflictError(f"starting the demo: adapter={self.adapter!r} is not one of {ADAPTERS}.")
-        if self.adapter != "lora" and self.sync != "weights":
-            raise ConfigConflictError(
-                f"starting the demo: adapter={self.adapter!r} with sync={self.sync!r}; it is synced as full weights "
-                "only. Use --sync weights."
-            )
-        if self.steps < 1:
-            raise ConfigConflictError(f"starting the demo: steps={self.steps} < 1.")
+        raise_where(
+            "starting the demo",
+            [
+                (self.sync not in SYNCS, f"sync={self.sync!r} is not one of {SYNCS}."),
+                (self.adapter not in ADAPTERS, f"adapter={self.adapter!r} is not one of {ADAPTERS}."),
+                (
+                    self.adapter != "lora" and self.sync != "weights",
+                    f"adapter={self.adapter!r} with sync={self.sync!r}; it is synced as full weights only. Use --sync "
+                    "weights.",
+                ),
+                (self.steps < 1, f"steps={self.steps} < 1."),
+            ],
+        )
 
 
 def default_out(settings: DemoSettings) -> Path:
@@ -170,7 +173,7 @@ def _train(
         raise
     finally:
         with _second_to(summary["status"]):
-            summary |= summarise_steps(_read_steps(run))
+            summary |= summarise_steps(read_run(run.path).metrics)
             summary["accuracy_before"] = _accuracy(before, held_out)
             if summary["status"] == "finished":
                 say("4/4  the same sums again")
@@ -186,8 +189,6 @@ def _train(
                 "settings": dataclasses.asdict(settings),
             }
             run.write_json(SUMMARY, summary)
-            from qlora_rl.report import write_report
-
             say(f"     report: {write_report(run.path)}")
     return summary
 
@@ -246,17 +247,13 @@ def table(summary: Mapping[str, Any]) -> str:
             "mismatch KL (median, p95, max)",
             f"{show('mismatch_kl_median', '.1e')}, {show('mismatch_kl_p95', '.1e')}, {show('mismatch_kl_max', '.1e')}",
         ),
-        ("one sync", f"{_milliseconds(summary.get('sync_seconds_median'))}{share}"),
+        ("one sync", f"{quantities.seconds(summary.get('sync_seconds_median'))}{share}"),
         ("one step", f"{show('step_seconds_median', '.2f')} s"),
         ("rollouts", f"{show('rollout_tokens_per_s', '.0f')} tokens/s"),
         ("training", f"{show('train_seconds', '.0f')} s of {show('seconds', '.0f')} s in all"),
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
-
-
-def _milliseconds(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds * 1e3:.1f} ms"
 
 
 def _make_base(run: RunDirectory, say: Callable[[str], None], show_progress: bool) -> Any:
@@ -439,8 +436,3 @@ def _evaluation(asked: Sequence[task.Problem], before: Sequence[str], after: Seq
             for problem, old, new, first, last in list(rows)[::12]
         ],
     }
-
-
-def _read_steps(run: RunDirectory) -> list[dict[str, Any]]:
-    file = run.path / METRICS
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []

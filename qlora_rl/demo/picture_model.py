@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qlora_rl.cpu_matmul import Float32Products
-from qlora_rl.demo.chat_model import learn_tokenizer, make_once
-from qlora_rl.demo.tiny_model import Descent, Progress, autocast, numerics
+from qlora_rl.demo.chat_model import learn_tokenizer
+from qlora_rl.demo.pretraining import Progress, autocast, descend, made_once, numerics
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -91,7 +90,7 @@ def make_picture_model(
     """Return the directory of a bf16 checkpoint with its processor; one that is there already is not trained again.
 
     Args:
-        out_dir: where; by default in the cache (`$QLORA_RL_CACHE`, else `~/.cache/qlora_rl`).
+        out_dir: for a copy; by default the directory in the cache (`$QLORA_RL_CACHE`, else `~/.cache/qlora_rl`).
         pictures: to learn from, those of the seeds from 0 on.
         steps: of the training, with `batch_size` conversations each: three in four are descriptions, the others
             questions.
@@ -102,23 +101,18 @@ def make_picture_model(
     Raises:
         FileExistsError: `out_dir` holds something else.
     """
-    import torch
-
     recipe = {
         "version": 2, "pictures": pictures, "steps": steps, "batch_size": batch_size, "right": right, "seed": seed,
         **numerics(),
     }  # fmt: skip
 
-    def fill(target: Path) -> None:
+    def make() -> tuple[Any, Any]:
         processor = _make_processor()
-        with torch.random.fork_rng(devices=[]), Float32Products(torch.bfloat16):
-            torch.manual_seed(seed)
-            model = _build_model(processor.tokenizer)
-            _train(model, processor, pictures, steps, batch_size, right, seed, progress)
-        model.to(torch.bfloat16).save_pretrained(target)
-        processor.save_pretrained(target)
+        model = _build_model(processor.tokenizer)
+        _train(model, processor, pictures, steps, batch_size, right, seed, progress)
+        return model, processor
 
-    return make_once("pictures", recipe, out_dir, fill)
+    return made_once("pictures", recipe, out_dir, seed, make)
 
 
 def _conversation(question: str, answer: str) -> list[dict[str, Any]]:
@@ -185,10 +179,9 @@ def _train(
     grid = made["image_grid_thw"][:1]  # all pictures have one size
     pixels_B_S = made["pixel_values"].reshape(pictures, int(grid.prod()), -1)
     rng = random.Random(seed)
-    descent = Descent(model, steps)
     held: dict[tuple[str, str], tuple[list[int], int]] = {}
-    model.train()
-    for step in range(steps):
+
+    def loss_of_batch() -> torch.Tensor:
         chosen = rng.sample(range(pictures), batch_size)
         rows = []
         for number in chosen:
@@ -202,7 +195,7 @@ def _train(
         )
         labels_B_S = torch.tensor([[-100] * own + ids[own:] + [-100] * (longest - len(ids)) for ids, own in rows])
         with autocast():
-            loss = model(
+            return model(
                 input_ids=ids_B_S,
                 attention_mask=(ids_B_S != model.config.text_config.pad_token_id).long(),
                 pixel_values=pixels_B_S[chosen].flatten(0, 1),
@@ -210,9 +203,8 @@ def _train(
                 mm_token_type_ids=(ids_B_S == model.config.image_token_id).int(),
                 labels=labels_B_S,
             ).loss
-        descent.step(step, loss)
-        if progress is not None:
-            progress(step + 1, steps, loss.item())
+
+    descend(model, steps, loss_of_batch, progress)
 
 
 def _say(picture: Picture, right: float, rng: random.Random) -> tuple[str, str]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from qlora_rl.base.hub import hub_reachable
-from qlora_rl.demo.tiny_model import put_directory
+from qlora_rl.demo.pretraining import put_directory
 from qlora_rl.errors import MissingDependencyError
 from qlora_rl.stages import begin, ended, shown
 

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import combinations_with_replacement
 
+from qlora_rl.rewards.match import exact_match
+
 LOWEST, HIGHEST = 10, 99
 SPLITS = ("pretraining", "rl", "held_out")
 N_RL_PAIRS = 600
@@ -102,5 +104,4 @@ def reward_exact_match(
     The signature is that of a TRL reward function: one completion (text, or messages of which the last one counts) and
     one entry of the `answer` column each; `kwargs` takes the other columns and is not read.
     """
-    texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
-    return [float(text.strip() == expected) for text, expected in zip(texts, answer, strict=True)]
+    return exact_match(completions, answer=answer)

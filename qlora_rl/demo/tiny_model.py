@@ -11,27 +11,19 @@ Shape letters: B problems of a batch, S positions, V vocabulary.
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 import os
-import shutil
-import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from qlora_rl.cpu_features import processor
-from qlora_rl.cpu_matmul import Float32Products
+import torch
+
+from qlora_rl.demo.pretraining import Progress, autocast, descend, made_once, numerics, printed
 from qlora_rl.demo.task import LONGEST_ANSWER, Problem, problems
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel, Qwen2Tokenizer
-
-Progress = Callable[[int, int, float], None]
-"""Called as `progress(step, steps, loss)` after every step of the pretraining."""
 
 PAD, EOS = "<pad>", "<eos>"
 N_TOKENS = 128
@@ -44,9 +36,6 @@ CHAT_TEMPLATE = (
 
 _PROMPT_LENGTH = 6
 _IGNORED = -100
-# Variables that have MKL and oneDNN take other kernels than the processor's best; torch's own are
-# `Processor.torch_kernels`.
-_CHOOSE_KERNELS = ("MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA")
 
 
 @dataclass(frozen=True)
@@ -73,40 +62,6 @@ class Recipe:
     # Raised whenever the code below changes the weights that one recipe gives.
     version: int = 3
 
-    def digest(self) -> str:
-        """Twelve hex digits over the recipe, the pretraining problems, and what adds up the sums: torch, the processor,
-        its threads.
-
-        Equal digests mean equal weights. Another processor adds in another order: its weights differ, and so does its
-        digest.
-        """
-        text = [(p.prompt, p.answer, p.careless_answer) for p in problems("pretraining")]
-        content = json.dumps([asdict(self), text, numerics()], sort_keys=True)
-        return hashlib.sha256(content.encode()).hexdigest()[:12]
-
-
-def numerics() -> dict[str, Any]:
-    """What decides in which order sums are added: equal recipes with equal numerics give equal weights."""
-    import torch
-
-    return {
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "processor": processor().as_dict(),
-        "kernels": {name: os.environ.get(name) for name in _CHOOSE_KERNELS},
-    }
-
-
-def autocast() -> torch.autocast:
-    """Autocast to bf16 on a CPU, off where bf16 products are computed in float32.
-
-    There rounding to bf16 in between saves nothing. It takes a quarter of a step of the tiny model, a fifth of the chat
-    model's, and of the picture model's nine tenths, as convolutions in bf16 are slow too.
-    """
-    import torch
-
-    return torch.autocast("cpu", torch.bfloat16, processor().multiplies_in(torch.bfloat16) == torch.bfloat16)
-
 
 def make_tiny_model(
     out_dir: str | os.PathLike[str] | None = None,
@@ -132,23 +87,15 @@ def make_tiny_model(
         FileExistsError: `out_dir` is there and holds something else.
     """
     recipe = Recipe(seed=seed) if steps is None else Recipe(seed=seed, steps=steps)
-    out = None if out_dir is None else Path(out_dir)
-    if out is not None and out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        if _recipe_of(out) == asdict(recipe):
-            return out
-        raise FileExistsError(
-            f"writing the tiny model: out_dir={str(out)!r} contains other files at qlora_rl.demo.tiny_model. "
-            "Choose a new or an empty directory."
-        )
-    from qlora_rl.base.checkpoint import cache_root
+    text = [(p.prompt, p.answer, p.careless_answer) for p in problems("pretraining")]
 
-    cached = cache_root() / f"tiny-{recipe.digest()}"
-    if not cached.is_dir():
-        put_directory(cached, lambda target: _pretrain_into(target, recipe, progress))
-    if out is None:
-        return cached
-    put_directory(out, lambda target: shutil.copytree(cached, target, dirs_exist_ok=True))
-    return out
+    def make() -> tuple[PreTrainedModel, Qwen2Tokenizer]:
+        tokenizer = make_tokenizer()
+        model = _build_model(recipe, tokenizer)
+        pretrain(model, tokenizer, recipe, progress)
+        return model, tokenizer
+
+    return made_once("tiny", [asdict(recipe), text, numerics()], out_dir, seed, make)
 
 
 def make_tokenizer() -> Qwen2Tokenizer:
@@ -185,8 +132,6 @@ def answer_greedily(
     The model is used in the mode it is in: on a CPU, eval mode makes bitsandbytes repack a 4-bit weight and changes
     its numbers.
     """
-    import torch
-
     texts: list[str] = []
     with torch.no_grad():
         for first in range(0, len(asked), batch_size):
@@ -200,27 +145,6 @@ def answer_greedily(
                 fed_B_S = ids_B_S if read is None else next_B_1  # gradient checkpointing keeps no cache
             texts += [text.partition(EOS)[0] for text in tokenizer.batch_decode(ids_B_S[:, _PROMPT_LENGTH:])]
     return texts
-
-
-def measure_accuracy(model: PreTrainedModel, tokenizer: Qwen2Tokenizer, split: str = "held_out") -> float:
-    """Return the share of a split's problems that `answer_greedily` gets right."""
-    asked = problems(split)
-    answers = answer_greedily(model, tokenizer, asked)
-    return sum(got == problem.answer for got, problem in zip(answers, asked, strict=True)) / len(asked)
-
-
-def _pretrain_into(target: Path, recipe: Recipe, progress: Progress | None) -> None:
-    import torch
-
-    tokenizer = make_tokenizer()
-    # Muon multiplies in bf16 whatever the model is.
-    with torch.random.fork_rng(devices=[]), Float32Products(torch.bfloat16):
-        torch.manual_seed(recipe.seed)
-        model = _build_model(recipe, tokenizer)
-        pretrain(model, tokenizer, recipe, progress)
-    model.to(torch.bfloat16).save_pretrained(target)
-    tokenizer.save_pretrained(target)
-    (target / "recipe.json").write_text(json.dumps(asdict(recipe), indent=2) + "\n")
 
 
 def _build_model(recipe: Recipe, tokenizer: Qwen2Tokenizer) -> PreTrainedModel:
@@ -249,17 +173,14 @@ def pretrain(
 ) -> None:
     """Have a model with random weights read the two pupils' sums, as `recipe` says; its architecture is the model's
     own."""
-    import torch
-
     rows = problems("pretraining")
     careful_N_S = _encode(tokenizer, rows, [row.answer for row in rows])
     careless_N_S = _encode(tokenizer, rows, [row.careless_answer for row in rows])
     rng = torch.Generator().manual_seed(recipe.seed)
-    rates = recipe.muon_lr, recipe.adamw_lr, recipe.muon_weight_decay
-    descent = Descent(model, recipe.steps, *rates, warmup=recipe.warmup_share, decay=recipe.decay_share)
     order = torch.empty(0, dtype=torch.long)
-    model.train()
-    for step in range(recipe.steps):
+
+    def loss_of_batch() -> torch.Tensor:
+        nonlocal order
         while len(order) < recipe.batch_size:
             order = torch.cat([order, torch.randperm(len(rows), generator=rng)])
         batch, order = order[: recipe.batch_size], order[recipe.batch_size :]
@@ -269,92 +190,29 @@ def pretrain(
         with autocast():
             logits_B_S_V = model(ids_B_S[:, :-1], use_cache=False).logits
         # The numbers to be added are random: only the answer can be learned.
-        loss = torch.nn.functional.cross_entropy(
+        return torch.nn.functional.cross_entropy(
             logits_B_S_V[:, _PROMPT_LENGTH - 1 :].flatten(0, 1).float(),
             labels_B_S[:, _PROMPT_LENGTH:].flatten(),
             ignore_index=_IGNORED,
         )
-        descent.step(step, loss)
-        if progress is not None:
-            progress(step + 1, recipe.steps, loss.item())
+
+    descend(
+        model,
+        recipe.steps,
+        loss_of_batch,
+        progress,
+        muon_lr=recipe.muon_lr,
+        adamw_lr=recipe.adamw_lr,
+        muon_weight_decay=recipe.muon_weight_decay,
+        warmup=recipe.warmup_share,
+        decay=recipe.decay_share,
+    )
 
 
 def _encode(tokenizer: Qwen2Tokenizer, rows: list[Problem], answers: list[str]) -> torch.Tensor:
-    import torch
-
     longest = _PROMPT_LENGTH + LONGEST_ANSWER + 1
     encoded = tokenizer([row.prompt + answer + EOS for row, answer in zip(rows, answers, strict=True)])["input_ids"]
     return torch.tensor([ids + [_IGNORED] * (longest - len(ids)) for ids in encoded])
-
-
-class Descent:
-    """Muon for the matrices of a model's layers, AdamW for all else; the rates rise, stay and fall over `steps`.
-
-    Args:
-        warmup: share of the steps in which they rise.
-        decay: share in which they fall.
-    """
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        steps: int,
-        muon_lr: float = 0.02,
-        adamw_lr: float = 3e-3,
-        muon_weight_decay: float = 0.1,
-        *,
-        warmup: float = 0.05,
-        decay: float = 0.6,
-    ):
-        import torch
-
-        inner = (".layers.", ".blocks.")  # of a language model, of a vision tower
-        layers = {id(p) for name, p in model.named_parameters() if p.ndim == 2 and any(part in name for part in inner)}
-        self._optimizers = [
-            torch.optim.Muon(
-                [p for p in model.parameters() if id(p) in layers], lr=muon_lr, weight_decay=muon_weight_decay
-            ),
-            torch.optim.AdamW(
-                [p for p in model.parameters() if id(p) not in layers], lr=adamw_lr, betas=(0.9, 0.95), weight_decay=0.0
-            ),
-        ]
-        self._peaks = [(group, group["lr"]) for optimizer in self._optimizers for group in optimizer.param_groups]
-        self._model, self._steps, self._warmup, self._decay = model, steps, warmup, decay
-
-    def step(self, number: int, loss: torch.Tensor) -> None:
-        """The step of this number, from 0."""
-        import torch
-
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
-        done = number / self._steps
-        for group, peak in self._peaks:
-            group["lr"] = peak * min(1.0, done / self._warmup + 0.02, (1 - done) / self._decay)
-        for optimizer in self._optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def _recipe_of(directory: Path) -> dict[str, object] | None:
-    path = directory / "recipe.json"
-    return json.loads(path.read_text()) if path.is_file() else None
-
-
-def put_directory(directory: Path, fill: Callable[[Path], object]) -> None:
-    """Fill a temporary directory next to `directory` and rename it; where another process was first, its directory
-    stays."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
-    try:
-        fill(work)
-        work.chmod(0o755)
-        try:
-            os.replace(work, directory)
-        except OSError:
-            if not directory.is_dir() or not any(directory.iterdir()):
-                raise
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
 
 
 def main() -> None:
@@ -363,13 +221,7 @@ def main() -> None:
     parser.add_argument("out_dir", nargs="?", help="put a copy here; without it the path in the cache is printed")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    started = time.monotonic()
-
-    def report(step: int, steps: int, loss: float) -> None:
-        if step % 50 == 0 or step == steps:
-            print(f"step {step} of {steps}, loss {loss:.3f}, {time.monotonic() - started:.0f} s", flush=True)
-
-    print(make_tiny_model(arguments.out_dir, arguments.seed, progress=report))
+    print(make_tiny_model(arguments.out_dir, arguments.seed, progress=printed(50)))
 
 
 if __name__ == "__main__":

@@ -46,12 +46,11 @@ def check_requirements() -> list[Finding]:
     asked = [Requirement(line) for line in metadata.requires("qlora-rl") or ()]
     found += [_judge(each) for each in asked if each.marker is None]
     found += _vllm(asked)
-    for extra in _OPTIONAL:
-        for each in _of_extra(asked, extra):
-            if installed(each.name) is None:
-                found.append(Finding(PART, each.name, f"not installed (extra {extra!r})"))
-            else:
-                found.append(_judge(each))
+    found += [
+        _judge(each) if installed(each.name) else Finding(PART, each.name, f"not installed (extra {extra!r})")
+        for extra in _OPTIONAL
+        for each in _of_extra(asked, extra)
+    ]
     return found + [Finding(PART, name, version) for name in _ALSO if (version := installed(name))]
 
 

@@ -16,7 +16,9 @@ from qlora_rl.stages import begin
 
 
 @contextlib.contextmanager
-def loading(*modules: str, stage: str = "loading the libraries", quietly: bool = False) -> Iterator[None]:
+def loading(
+    *modules: str, stage: str = "loading the libraries", quietly: bool = False, has_bars: bool = True
+) -> Iterator[None]:
     """Import within it, without pauses for garbage collection; `modules` are imported at its end.
 
     torch, transformers, TRL and vLLM make a million objects, which are walked through again and again. And transformers
@@ -26,6 +28,7 @@ def loading(*modules: str, stage: str = "loading the libraries", quietly: bool =
         modules: to be imported at the end.
         stage: what is said of it.
         quietly: without the libraries' chatter, here and later.
+        has_bars: of datasets, here and later.
     """
     was_on, ask = gc.isenabled(), importlib.metadata.packages_distributions
     begin(stage)
@@ -34,6 +37,10 @@ def loading(*modules: str, stage: str = "loading the libraries", quietly: bool =
     try:
         if quietly:
             quieten()
+        if not has_bars:
+            import datasets
+
+            datasets.disable_progress_bars()
         yield
         for name in modules:
             importlib.import_module(name)

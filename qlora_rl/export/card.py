@@ -11,6 +11,7 @@ from typing import Any
 
 from qlora_rl.export.check import Distance
 from qlora_rl.inference.trained import TrainedRun, arguments_of
+from qlora_rl.report.parts import object_in
 from qlora_rl.report.quantities import plain
 from qlora_rl.report.run import Run, read_run, summarise
 from qlora_rl.train.run import describe_versions
@@ -29,7 +30,6 @@ class Card:
     distance: Distance | None
     prompts: str
     load: dict[str, str]
-    original: str | None
     llama_cpp: Distance | None
 
 
@@ -41,8 +41,8 @@ def write_card(card: Card, directory: Path) -> None:
         "to": card.kind,
         "dtype": None if card.kind == "adapter" else card.dtype,
         "base_identity": card.trained.base.identity,
-        "distance": None if card.distance is None else card.distance.as_dict(),
-        "llama_cpp": None if card.llama_cpp is None else card.llama_cpp.as_dict(),
+        "distance": None if card.distance is None else vars(card.distance),
+        "llama_cpp": None if card.llama_cpp is None else vars(card.llama_cpp),
         "prompts": card.prompts,
         "versions": describe_versions(),
     }
@@ -182,25 +182,22 @@ def _run_rows(card: Card, run: Run) -> list[tuple[str, str]]:
         "seed",
     )
     rows += [(name, str(arguments[name])) for name in known if name in arguments]
-    for name in ("r", "lora_alpha", "peft_type"):
-        value = config.get("lora", {}).get(name) if isinstance(config.get("lora"), dict) else None
-        if value is not None:
-            rows.append((name, str(getattr(value, "value", value))))
-    data = config.get("data")
-    if isinstance(data, dict):
-        rows += [(f"data: {name}", str(value)) for name, value in data.items()]
-    tokens = sum(run.values("rollout_tokens"))
-    if tokens:
+    lora = object_in(config, "lora")
+    rows += [
+        (name, str(getattr(lora[name], "value", lora[name])))
+        for name in ("r", "lora_alpha", "peft_type")
+        if lora.get(name) is not None
+    ]
+    rows += [(f"data: {name}", str(value)) for name, value in object_in(config, "data").items()]
+    if tokens := sum(run.values("rollout_tokens")):
         rows.append(("sampled tokens", plain(tokens)))
-    for label, key in (
+    labels = (
         ("evaluated before", "eval_before"), ("evaluated after", "eval_after"), ("on prompts", "eval_prompts"),
         ("reward at first", "reward_first"), ("reward at last", "reward_last"),
         ("loss at first", "loss_first"), ("loss at last", "loss_last"),
         ("mismatch KL, median", "mismatch_kl_median"), ("mismatch KL, worst step", "mismatch_kl_max"),
-    ):  # fmt: skip
-        if facts[key] is not None:
-            rows.append((label, plain(facts[key])))
-    return rows
+    )  # fmt: skip
+    return rows + [(label, plain(facts[key])) for label, key in labels if facts[key] is not None]
 
 
 def _steps(run: Run, count: int = 8) -> tuple[list[str], list[list[str]]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +46,6 @@ class Distance:
     kl_max: float
     agreement: float
     tokens: int
-
-    def as_dict(self) -> dict[str, float]:
-        """The fields, for JSON."""
-        return asdict(self)
 
     def __str__(self) -> str:
         return (

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig
 
 from qlora_rl.adapter.merged_weights import iter_weights
 from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.documents import read_object
-from qlora_rl.errors import ExportError, MissingDependencyError, NotYetSupportedError, collected
+from qlora_rl.errors import ExportError, MissingDependencyError, NotYetSupportedError, raise_where
 from qlora_rl.export.vocabulary import CONTROL, NORMAL, SPLITS, UNUSED, USER_DEFINED, check_vocabulary
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -59,29 +60,25 @@ def check_gguf(base: str | os.PathLike[str]) -> None:
         NotYetSupportedError: another architecture or tokenizer; names every reason, and the way out.
         MissingDependencyError: the `gguf` package is missing.
     """
-    from transformers import AutoConfig
-
     require_gguf()
-    reasons = []
     config = AutoConfig.from_pretrained(base)
-    if config.model_type not in ARCHITECTURES:
-        reasons.append(f"model_type={config.model_type!r} is not one of {', '.join(ARCHITECTURES)}")
-    else:
-        rope = getattr(config, "rope_parameters", None) or {}
-        if rope.get("rope_type", "default") != "default":
-            reasons.append(f"its positions are scaled (rope_type={rope['rope_type']!r})")
-        if getattr(config, "use_sliding_window", False):
-            reasons.append("it attends to a sliding window")
-        if config.model_type != "qwen2" and (
-            getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False)
-        ):
-            reasons.append("its linears have biases")
+    kind, rope = config.model_type, getattr(config, "rope_parameters", None) or {}
+    way = rope.get("rope_type", "default")
+    has_biases = getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False)
+    found = [
+        (kind not in ARCHITECTURES, f"model_type={kind!r} is not one of {', '.join(ARCHITECTURES)}"),
+        (kind in ARCHITECTURES and way != "default", f"its positions are scaled (rope_type={way!r})"),
+        (
+            kind in ARCHITECTURES and getattr(config, "use_sliding_window", False),
+            "it attends to a sliding window",
+        ),
+        (kind in ARCHITECTURES and kind != "qwen2" and has_biases, "its linears have biases"),
+    ]
     try:
         _read_tokenizer(Path(base))
     except _Unknown as unknown:
-        reasons.append(str(unknown))
-    if reasons:
-        raise collected(_DOING, [f"{reason}. {_OUT}" for reason in reasons], NotYetSupportedError)
+        found.append((True, str(unknown)))
+    raise_where(_DOING, [(is_so, f"{reason}. {_OUT}") for is_so, reason in found], NotYetSupportedError)
 
 
 def write_gguf(
@@ -105,8 +102,6 @@ def write_gguf(
         name: of the model, in the file.
         ends: tokens that end a completion; besides the tokenizer's EOS a file has a place for two.
     """
-    from transformers import AutoConfig
-
     gguf = require_gguf()
     config = AutoConfig.from_pretrained(base.path)
     architecture = gguf.MODEL_ARCH[config.model_type.upper()]
@@ -212,8 +207,6 @@ def load_gguf(directory: Path) -> Any:
 
 def is_read_by_transformers(base: Path) -> bool:
     """transformers' reader of GGUF passes over the size of a head, which for some architectures is then the default."""
-    from transformers import AutoConfig
-
     config = AutoConfig.from_pretrained(base)
     without = type(config)(hidden_size=config.hidden_size, num_attention_heads=config.num_attention_heads)
     return getattr(config, "head_dim", None) == getattr(without, "head_dim", None)
@@ -221,8 +214,6 @@ def is_read_by_transformers(base: Path) -> bool:
 
 def _config_of(file: Path) -> Any:
     """The file's config as transformers reads it, with the size of a head that the file has."""
-    from transformers import AutoConfig
-
     config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
     fields = require_gguf().GGUFReader(file).fields
     if hasattr(config, "head_dim"):
@@ -333,15 +324,9 @@ def _add_tokenizer(writer: Any, base: Path, tokenizer: Any, size: int) -> None:
     content, splits = _read_tokenizer(base)
     added = {token["id"]: token for token in content.get("added_tokens", [])}
     by_id = {number: token for token, number in tokenizer.get_vocab().items()}
-    tokens, types = [], []
-    for number in range(size):  # llama.cpp loads no file with more tokens than rows; a text never needs those
-        if number not in by_id:  # the embedding is larger than the vocabulary
-            tokens.append(f"[PAD{number}]")
-            types.append(UNUSED)
-            continue
-        tokens.append(by_id[number])
-        entry = added.get(number)
-        types.append(NORMAL if entry is None else CONTROL if entry["special"] else USER_DEFINED)
+    # llama.cpp loads no file with more tokens than rows, and the embedding may be larger than the vocabulary.
+    tokens = [by_id.get(number, f"[PAD{number}]") for number in range(size)]
+    types = [_type_of(added.get(number)) if number in by_id else UNUSED for number in range(size)]
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in content["model"]["merges"]]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(splits)
@@ -360,3 +345,7 @@ def _add_tokenizer(writer: Any, base: Path, tokenizer: Any, size: int) -> None:
     writer.add_add_bos_token(begins and tokenizer.bos_token_id is not None)
     if isinstance(tokenizer.chat_template, str):
         writer.add_chat_template(tokenizer.chat_template)
+
+
+def _type_of(added: dict[str, Any] | None) -> int:
+    return NORMAL if added is None else CONTROL if added["special"] else USER_DEFINED

@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
@@ -27,9 +26,17 @@ from qlora_rl.base.model_classes import directory_takes_images
 from qlora_rl.base.writer import write_ends, write_weights
 from qlora_rl.contracts import rank_class
 from qlora_rl.engine.cleanup import trim_memory
-from qlora_rl.errors import AdapterRejectedError, ConfigConflictError, ExportError
+from qlora_rl.errors import AdapterRejectedError, ConfigConflictError, ExportError, raise_where
 from qlora_rl.export.card import Card, write_card
 from qlora_rl.export.check import Distance, Witness, choose_prompts
+from qlora_rl.export.gguf import (
+    check_gguf,
+    is_read_by_transformers,
+    load_gguf,
+    verify_gguf,
+    write_gguf,
+    write_modelfile,
+)
 from qlora_rl.export.llama_cpp import in_llama_cpp
 from qlora_rl.inference.trained import TrainedRun, load_plain, open_trained
 from qlora_rl.locks import flush
@@ -84,7 +91,6 @@ def export_run(
     prompts: int = 16,
     max_kl: float | None = None,
     check: bool = True,
-    say: Callable[[str], None] | None = None,
 ) -> Export:
     """Export what a run has trained; the result is loaded again, and its distance from the policy stands in its
     README.md.
@@ -104,7 +110,6 @@ def export_run(
             float32 pass, and 1e-9 in float32. "merged-original" has no limit of its own.
         check: load it again and compare; without it nothing says that it is the policy. Of a large model it takes most
             of the time.
-        say: gets a line for people before each stage; by default it is logged.
 
     Raises:
         RunDirectoryError, BaseIncompleteError, BaseMismatchError: see `open_trained`.
@@ -114,14 +119,13 @@ def export_run(
     """
     wish = _Wish(to, dtype, original, data, prompts, max_kl, check)
     wish.check_all()
-    say, note = say or begin, say or remark
     trained = open_trained(run, base=base)
     target = Path(out) if out is not None else trained.path / f"export-{to}"
     wish = wish.for_run(trained, target)
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.tmp-", dir=target.parent))
     try:
-        export = _export(trained, wish, target, staging, say, note)
+        export = _export(trained, wish, target, staging)
         os.rename(staging, target)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
@@ -144,20 +148,27 @@ class _Wish:
     def check_all(self) -> None:
         """Raise `ConfigConflictError` where arguments contradict each other."""
         to, dtype = self.to, self.dtype
-        if to not in KINDS:
-            raise ConfigConflictError(f"exporting: to={to!r} is not one of {', '.join(KINDS)}.")
-        if dtype is not None and dtype not in DTYPES:
-            raise ConfigConflictError(f"exporting: dtype={dtype!r} is not one of {', '.join(DTYPES)}.")
-        if dtype in LIMITS and to != "gguf":
-            raise ConfigConflictError(f"exporting: dtype={dtype!r} is for --to gguf only.")
-        if to == "adapter" and dtype is not None:
-            raise ConfigConflictError("exporting: an adapter keeps the dtype that it was trained in. Leave dtype out.")
-        if to != "merged-original" and self.original is not None:
-            raise ConfigConflictError(f"exporting: original={os.fspath(self.original)!r} is for --to merged-original.")
-        if not self.check and self.max_kl is not None:
-            raise ConfigConflictError("exporting: max_kl is for the check, which check=False (--no-check) leaves out.")
-        if self.prompts < 1:
-            raise ConfigConflictError(f"exporting: prompts={self.prompts} is not above 0.")
+        raise_where(
+            "exporting",
+            [
+                (to not in KINDS, f"to={to!r} is not one of {', '.join(KINDS)}."),
+                (dtype not in (None, *DTYPES), f"dtype={dtype!r} is not one of {', '.join(DTYPES)}."),
+                (dtype in LIMITS and to != "gguf", f"dtype={dtype!r} is for --to gguf only."),
+                (
+                    to == "adapter" and dtype is not None,
+                    "an adapter keeps the dtype that it was trained in. Leave dtype out.",
+                ),
+                (
+                    to != "merged-original" and self.original is not None,
+                    f"original={str(self.original)!r} is for --to merged-original.",
+                ),
+                (
+                    not self.check and self.max_kl is not None,
+                    "max_kl is for the check, which check=False (--no-check) leaves out.",
+                ),
+                (self.prompts < 1, f"prompts={self.prompts} is not above 0."),
+            ],
+        )
 
     def for_run(self, trained: TrainedRun, target: Path) -> _Wish:
         """With what the run decides.
@@ -174,24 +185,15 @@ class _Wish:
                 "merged or gguf."
             )
         if self.to == "gguf":
-            from qlora_rl.export.gguf import check_gguf
-
             check_gguf(trained.base.path)
         original = _original(trained, self.original) if self.to == "merged-original" else self.original
         return replace(self, dtype=self.dtype or trained.base.spec.compute_dtype, original=original)
 
 
-def _export(
-    trained: TrainedRun,
-    wish: _Wish,
-    target: Path,
-    staging: Path,
-    say: Callable[[str], None],
-    note: Callable[[str], None],
-) -> Export:
+def _export(trained: TrainedRun, wish: _Wish, target: Path, staging: Path) -> Export:
     """All of it in `staging`, checked and described as what it is as `target`."""
     to, dtype, tokenizer = wish.to, str(wish.dtype), _tokenizer(trained)
-    say(f"loading the policy of {trained.path}")
+    begin(f"loading the policy of {trained.path}")
     policy = trained.load()
     ids, where = choose_prompts(
         trained.path,
@@ -205,30 +207,30 @@ def _export(
     )
     is_exact, witness = dtype == "float32" and to in ("merged", "gguf"), None
     if wish.check and not is_exact:
-        say(f"sampling from the policy and scoring it: {len(ids)} prompts, {where} (--no-check leaves this out)")
+        begin(f"sampling from the policy and scoring it: {len(ids)} prompts, {where} (--no-check leaves this out)")
         witness = Witness(policy, ids, autocast=trained.autocast, ends=trained.ends)
-    say(f"writing {to}")
+    begin(f"writing {to}")
     if to == "merged":
         _write_merged(trained, policy, staging, dtype)
     elif to == "gguf":
         texts = _write_gguf(trained, policy, tokenizer, staging, dtype, [tokenizer.decode(each) for each in ids])
-        note(f"a tokenizer made of the file's own fields gives {texts} texts the ids that the base's gives them")
+        remark(f"a tokenizer made of the file's own fields gives {texts} texts the ids that the base's gives them")
     del policy
     trim_memory()
     if to == "adapter":
-        _write_adapter(trained, staging, note)
+        _write_adapter(trained, staging)
     elif to == "merged-original":
-        plain = trained.adapted(load_plain(wish.original, trained.base.spec.compute_dtype, is_ours=False))
+        plain = load_plain(wish.original, trained.base.spec.compute_dtype, is_ours=False)
+        plain = trained.with_adapter(trained.adapter, plain)
         _write_merged(trained, plain, staging, dtype)
         del plain
         trim_memory()
     compared: tuple[Distance | None, Distance | None, float | None] = None, None, None
     if wish.check:
-        compared = _compared(trained, witness, ids, staging, wish, say=say, note=note)
+        compared = _compared(trained, witness, ids, staging, wish)
     distance, in_cpp, accepted = compared
     load = _lines(trained, staging, to, name=target.name, base=trained.base.path.name)
-    source = None if wish.original is None else str(wish.original)
-    write_card(Card(trained, to, dtype, distance, where, load, source, in_cpp), staging)
+    write_card(Card(trained, to, dtype, distance, where, load, in_cpp), staging)
     staging.chmod(0o755)
     _settle(staging)
     if target.exists():
@@ -243,9 +245,6 @@ def _compared(
     ids: list[list[int]],
     staging: Path,
     wish: _Wish,
-    *,
-    say: Callable[[str], None],
-    note: Callable[[str], None],
 ) -> tuple[Distance, Distance | None, float | None]:
     """The distance of what was written, that in llama.cpp, and the mean KL up to which it was accepted where that is
     more than usual.
@@ -255,14 +254,14 @@ def _compared(
     """
     to, dtype, max_kl = wish.to, str(wish.dtype), wish.max_kl
     if witness is None:
-        say("computing the policy in float32")
+        begin("computing the policy in float32")
         witness = _exact_witness(trained, ids, staging.parent)
-    say("loading it again")
+    begin("loading it again")
     again = _load_again(trained, staging, to)
     distance = witness.distance(again, autocast=trained.autocast if to == "adapter" else None)
     del again
     trim_memory()
-    in_cpp = in_llama_cpp(witness, staging, note) if to == "gguf" else None
+    in_cpp = in_llama_cpp(witness, staging) if to == "gguf" else None
     limit = max_kl if max_kl is not None else _limit(to, dtype, witness.rounding)
     # What is not a number is beyond any limit.
     worst = max(filter(None, (distance, in_cpp)), key=lambda found: (math.isnan(found.kl_mean), found.kl_mean))
@@ -300,14 +299,14 @@ def _original(trained: TrainedRun, wish: str | os.PathLike[str] | None) -> str:
     return name
 
 
-def _write_adapter(trained: TrainedRun, staging: Path, note: Callable[[str], None]) -> None:
+def _write_adapter(trained: TrainedRun, staging: Path) -> None:
     """In canonical form; one that has none, for it is more than LoRA, as PEFT has saved it."""
     adapter, base = trained.adapter, trained.base
     try:
         write_adapter(read_adapter(adapter, base), staging)
     except AdapterRejectedError as error:
         reasons = "; ".join(reason.rstrip(".") for reason in error.reasons)
-        note(f"as PEFT has saved it, for PEFT and not for vLLM: {reasons}. For vLLM export it merged")
+        remark(f"as PEFT has saved it, for PEFT and not for vLLM: {reasons}. For vLLM export it merged")
         for file in adapter.iterdir():
             if file.is_file() and file.name not in ("README.md", "training_args.bin"):
                 shutil.copy(file, staging / file.name)
@@ -324,8 +323,6 @@ def _write_merged(trained: TrainedRun, model: Any, staging: Path, dtype: str) ->
 
 def _write_gguf(trained: TrainedRun, policy: Any, tokenizer: Any, staging: Path, dtype: str, texts: list[str]) -> int:
     """The number of `texts` whose ids a tokenizer made of the file gives as the base's does: all of them."""
-    from qlora_rl.export.gguf import verify_gguf, write_gguf, write_modelfile
-
     file = staging / f"{trained.name}.gguf"
     write_gguf(policy, trained.base, tokenizer, file, dtype, name=trained.name, ends=trained.ends)
     write_modelfile(staging, tokenizer, model=f"./{file.name}", ends=trained.ends)
@@ -342,7 +339,7 @@ def _exact_witness(trained: TrainedRun, ids: list[list[int]], room: Path) -> Wit
             plain = load_base(bake_base(trained.base, "float32", out=Path(directory) / "base"))
         else:
             plain = load_plain(trained.base.path, "float32")
-        witness = Witness(trained.adapted(plain), ids, ends=trained.ends)
+        witness = Witness(trained.with_adapter(trained.adapter, plain), ids, ends=trained.ends)
         del plain
         trim_memory()
     return witness
@@ -352,8 +349,6 @@ def _load_again(trained: TrainedRun, directory: Path, to: str) -> Any:
     if to == "adapter":
         return trained.with_adapter(directory)
     if to == "gguf":
-        from qlora_rl.export.gguf import load_gguf
-
         return load_gguf(directory)
     return load_plain(directory)
 
@@ -381,8 +376,6 @@ def _lines(trained: TrainedRun, written: Path, to: str, *, name: str, base: str)
             lines["vllm"] = f"vllm serve {quote(base)} --enable-lora{rank} --lora-modules {adapter}{ends}"
         return lines
     if to == "gguf":
-        from qlora_rl.export.gguf import is_read_by_transformers
-
         file = f"{trained.name}.gguf"
         lines = {
             "ollama": f"ollama create {_model_name(trained.name)} -f {quote(f'{name}/Modelfile')}",

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from qlora_rl.errors import ExportError
 from qlora_rl.export.check import Distance, Witness
+from qlora_rl.stages import remark
 
 
-def in_llama_cpp(witness: Witness, directory: Path, say: Callable[[str], None]) -> Distance | None:
+def in_llama_cpp(witness: Witness, directory: Path) -> Distance | None:
     """How far the one GGUF file of a directory is from the policy, by llama.cpp itself; `None` where it is not
     installed.
 
@@ -21,10 +22,10 @@ def in_llama_cpp(witness: Witness, directory: Path, say: Callable[[str], None]) 
     try:
         import llama_cpp
     except ImportError:
-        say("llama.cpp itself was not asked: it is not installed (pip install llama-cpp-python)")
+        remark("llama.cpp itself was not asked: it is not installed (pip install llama-cpp-python)")
         return None
     except Exception as error:  # a library that was compiled for another machine
-        say(f"llama.cpp itself was not asked: llama-cpp-python cannot be imported ({error}). Install it again")
+        remark(f"llama.cpp itself was not asked: llama-cpp-python cannot be imported ({error}). Install it again")
         return None
     (file,) = directory.glob("*.gguf")
     size = witness.longest

@@ -17,14 +17,16 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, cast
 
+from transformers import AutoConfig, GenerationConfig, TrainerState
+
 from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.base.model_classes import load_processor
 from qlora_rl.base.unsupported_configs import engine_positions
 from qlora_rl.contracts import SamplingSpec
 from qlora_rl.engine.images import token_ids
-from qlora_rl.errors import ConfigConflictError, RunDirectoryError
+from qlora_rl.errors import ConfigConflictError, RunDirectoryError, raise_where
 from qlora_rl.image_io import as_thumbnails
-from qlora_rl.inference.prompts import with_images
+from qlora_rl.inference.prompts import encode, with_images
 from qlora_rl.inference.rows import as_trained
 from qlora_rl.inference.sampling import check_sampling, end_tokens
 from qlora_rl.inference.trained import TrainedRun
@@ -99,20 +101,14 @@ class Evaluation:
     sampling: SamplingSpec
     rows: list[dict[str, Any]]
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
-
     def __str__(self) -> str:
         heads = ("", "base", "policy", "difference")
-        rows = [
+        rows: list[tuple[str, ...]] = [
             (name, str(each.base), str(each.policy), ("+" if each.difference.value >= 0 else "") + str(each.difference))
             for name, each in self.rewards.items()
         ]
-        base, policy = self.lengths
-        rows.append(("tokens", f"{base:.1f}", f"{policy:.1f}", ""))
-        base, policy = self.cut_off
-        rows.append(("cut off", f"{base:.3f}", f"{policy:.3f}", ""))
+        rows.append(("tokens", *(f"{each:.1f}" for each in self.lengths), ""))
+        rows.append(("cut off", *(f"{each:.3f}" for each in self.cut_off), ""))
         widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(4)]
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -170,16 +166,17 @@ def evaluate(
             'evaluating: each row needs a column "prompt" with text or messages, and there must be one.'
         )
     check_sampling("evaluating", sampling.max_tokens, sampling.temperature, sampling.top_p)
-    if samples < 1:
-        raise ConfigConflictError(f"evaluating: samples={samples} is not at least 1.")
-    if samples > 1 and sampling.temperature == 0:
-        raise ConfigConflictError(
-            f"evaluating: samples={samples} at temperature 0 are all equal. Raise the temperature."
-        )
-    if not rewards:
-        raise ConfigConflictError(
-            "evaluating: no reward function. Pass one, such as numeric_match, or path.py:function."
-        )
+    raise_where(
+        "evaluating",
+        [
+            (samples < 1, f"samples={samples} is not at least 1."),
+            (
+                samples > 1 and sampling.temperature == 0,
+                f"samples={samples} at temperature 0 are all equal. Raise the temperature.",
+            ),
+            (not rewards, "no reward function. Pass one, such as numeric_match, or path.py:function."),
+        ],
+    )
     for name, reward in rewards.items():
         check_signature(reward, [column for row in rows for column in row], name)
     with both_sides(trained, rows, sampling, engine_options or {}) as (ask, serve_policy):
@@ -246,7 +243,7 @@ def save(evaluation: Evaluation, trained: TrainedRun, asked: Mapping[str, Any]) 
     """
     asked = {**asked, "step": trained.step}
     target = trained.path / RESULT
-    content = json.dumps({"asked": dict(asked), **evaluation.as_dict()}, indent=1, default=str) + "\n"  # a date, say
+    content = json.dumps({"asked": dict(asked), **asdict(evaluation)}, indent=1, default=str) + "\n"  # a date, say
     try:
         replace_file(target, content.encode())
     except OSError as error:
@@ -273,10 +270,7 @@ def asking(
         template: further arguments of the chat template.
         options: of `LocalEngine`.
     """
-    from transformers import AutoConfig
-
     from qlora_rl.engine.local import LocalEngine
-    from qlora_rl.inference.prompts import encode
     from qlora_rl.train.metrics.rewards import guard
 
     tokenizer = load_processor(base.path)
@@ -337,8 +331,6 @@ def both_sides(
 
 def _ends(base: Path, tokenizer: Any) -> set[int]:
     """The tokens with which vLLM ends a completion: the tokenizer's, and those of the generation config."""
-    from transformers import GenerationConfig
-
     own = {getattr(tokenizer, "tokenizer", tokenizer).eos_token_id}  # a processor holds a tokenizer
     if not (base / "generation_config.json").is_file():
         return own
@@ -354,8 +346,6 @@ def _with_images(row: Mapping[str, Any]) -> Any:
 
 def _of_trl(reward: Callable[..., Any]) -> dict[str, Any]:
     """Of what TRL gives reward functions about a training that which this one cannot be called without."""
-    from transformers import TrainerState
-
     known = {"trainer_state": TrainerState(), "log_extra": lambda *_: None, "log_metric": lambda *_: None}
     needed = [each.name for each in inspect.signature(reward).parameters.values() if each.default is each.empty]
     return {name: value for name, value in known.items() if name in needed}

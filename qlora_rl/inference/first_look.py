@@ -6,13 +6,15 @@ Shape letters: P prompts, G completions of a prompt.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.contracts import SamplingSpec
 from qlora_rl.image_io import as_thumbnails
 from qlora_rl.inference.evaluation import Mean, asking, mean_of
+from qlora_rl.report.parts import text_of
+from qlora_rl.rewards.match import weighted_sum
 from qlora_rl.stages import ended
 
 _SHOWN = 2  # prompts in the text, with their best and their worst completion
@@ -43,10 +45,6 @@ class FirstLook:
     samples: int
     sampling: SamplingSpec
     rows: list[dict[str, Any]]
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
 
     def __str__(self) -> str:
         names = [*self.rewards, "tokens", "cut off"]
@@ -124,7 +122,7 @@ def look_at_base(
     shown = []
     for number, row in enumerate(rows):
         completions: list[dict[str, Any]] = [
-            {"text": side.texts[i], "reward": _sum([values[i] for values in side.rewards.values()], factors)}
+            {"text": side.texts[i], "reward": weighted_sum([values[i] for values in side.rewards.values()], factors)}
             for i in range(number * samples, (number + 1) * samples)
         ]
         scored = [each for each in completions if each["reward"] is not None]
@@ -143,16 +141,7 @@ def look_at_base(
     )
 
 
-def _sum(values: Sequence[float | None], factors: Sequence[float]) -> float | None:
-    """As TRL weighs them: what is not scored is left out, and nothing is said of what no reward has scored."""
-    known = [factor * value for factor, value in zip(factors, values, strict=True) if value is not None]
-    return sum(known) if known else None
-
-
 def _short(text: Any) -> str:
-    if not isinstance(text, str):  # messages, perhaps in parts
-        text = text[-1]["content"] if isinstance(text, list) and text else str(text)
-        if isinstance(text, list):
-            text = " ".join(part.get("text", f"[{part.get('type')}]") for part in text)
-    text = " ".join(str(text).split())
+    """Of messages the last one."""
+    text = " ".join(text_of(text[-1:] if isinstance(text, list) else text).split())
     return text if len(text) <= _CHARACTERS else f"{text[:_CHARACTERS]} ..."

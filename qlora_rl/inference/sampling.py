@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from qlora_rl.cpu_matmul import Float32Products
-from qlora_rl.errors import ConfigConflictError, collected
+from qlora_rl.errors import raise_where
 
 
 def sample(
@@ -68,11 +68,14 @@ def check_sampling(doing: str, max_tokens: int, temperature: float, top_p: float
     Raises:
         ConfigConflictError: with everything that is out of its range.
     """
-    reasons = [f"max_tokens={max_tokens} is not at least 1"] if max_tokens < 1 else []
-    reasons += [f"temperature={temperature:g} is not at least 0"] if not 0 <= temperature < float("inf") else []
-    reasons += [f"top_p={top_p:g} is not above 0 and at most 1"] if not 0 < top_p <= 1 else []
-    if reasons:
-        raise collected(doing, reasons, ConfigConflictError)
+    raise_where(
+        doing,
+        [
+            (max_tokens < 1, f"max_tokens={max_tokens} is not at least 1"),
+            (not 0 <= temperature < float("inf"), f"temperature={temperature:g} is not at least 0"),
+            (not 0 < top_p <= 1, f"top_p={top_p:g} is not above 0 and at most 1"),
+        ],
+    )
 
 
 def choose(logits_V: torch.Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:

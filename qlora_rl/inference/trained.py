@@ -117,18 +117,14 @@ class TrainedRun:
         """
         if self.model is not None:
             return load_plain(self.model)
-        return self.adapted(load_base(self.base))
+        return self.with_adapter(self.adapter)
 
     def load_base_alone(self) -> Any:
         """The base from before the training, in eval mode."""
         return _settled(load_base(self.base)).eval()
 
-    def adapted(self, model: Any) -> Any:
-        """The adapter on a model: the base, or one in its place."""
-        return self.with_adapter(self.adapter, model)
-
     def with_adapter(self, adapter: str | os.PathLike[str] | None, model: Any = None) -> Any:
-        """Another adapter of the same base, on it or on a model in its place; its products are those of a trainer."""
+        """An adapter of this base, on it or on a model in its place; its products are those of a trainer."""
         from qlora_rl.adapter.load import load_adapter
 
         return _settled(load_adapter(load_base(self.base) if model is None else model, adapter, base=self.base))

@@ -212,17 +212,11 @@ def base_lines(
             return [once, Line("base, trainer's vision tower", width(spec) * plain, why)]
         if not shape.experts:
             return [once]
-        if spec.quantize_experts:
-            routers = shape.mixtures - sum(map(prod, shape.experts.values()))
-            why = (
-                f"{counted(routers)} parameters of routers in {spec.compute_dtype}: those of the engine are not shared"
-            )
-            return [once, Line("base, trainer's routers", width(spec) * routers, why)]
-        why = (
-            f"{counted(shape.mixtures)} parameters of experts and routers in {spec.compute_dtype}: the engine's are "
-            "not shared"
-        )
-        return [once, Line("base, trainer's experts", width(spec) * shape.mixtures, why)]
+        # Experts in 4 bits are shared, their routers are not.
+        own = shape.mixtures - (sum(map(prod, shape.experts.values())) if spec.quantize_experts else 0)
+        what = "routers" if spec.quantize_experts else "experts and routers"
+        why = f"{counted(own)} parameters of {what} in {spec.compute_dtype}: those of the engine are not shared"
+        return [once, Line(f"base, trainer's {what.partition(' ')[0]}", width(spec) * own, why)]
     scales = "scales quantised" if spec.double_quant else "scales in float32"
     trainer = Line("base, trainer", trainer_base(shape, spec), f"{held}; {scales}" if spec.is_4bit else held)
     if baked and spec.is_4bit:

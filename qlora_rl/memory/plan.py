@@ -15,7 +15,7 @@ from qlora_rl.adapter.directory import adapter_in
 from qlora_rl.adapter.store import read_tensors
 from qlora_rl.base.quant import QuantSpec
 from qlora_rl.contracts import rank_class
-from qlora_rl.errors import ConfigConflictError, MemoryBudgetError
+from qlora_rl.errors import MemoryBudgetError, raise_where
 from qlora_rl.memory import lines as count
 from qlora_rl.memory import step
 from qlora_rl.memory.cards import ROOM, usable_gib
@@ -106,29 +106,32 @@ class MemoryRequest:
         positive = {name: getattr(self, name) for name in counts}
         limits = ("kv_cache_gib", "gpu_memory_gib", "host_memory_gib")
         positive |= {n: v for n in limits if (v := getattr(self, n)) is not None}
-        wrong = [f"{name}={value} must be above 0" for name, value in positive.items() if not value > 0]
-        if wrong:
-            raise ConfigConflictError(f"planning the memory: {'; '.join(wrong)}.", reasons=wrong)
-        if self.method not in ESTIMATED:
-            raise ConfigConflictError(
-                f"planning the memory: method={self.method!r} is none of {', '.join(ESTIMATED)}. Plan online DPO as "
-                "'grpo' with twice the batch."
-            )
-        if self.method not in TAUGHT and (self.teacher_bytes or self.teacher_more or self.teacher_top_k):
-            raise ConfigConflictError(
-                f"planning the memory: method={self.method!r} has no teacher. Leave it out, or plan 'distill'."
-            )
-        if self.has_engine and self.method in OFFLINE:
-            raise ConfigConflictError(
-                f"planning the memory: method={self.method!r} makes no engine. Pass has_engine=False, or leave it out."
-            )
-        if self.device not in ("cuda", "cpu"):
-            raise ConfigConflictError(f"planning the memory: device={self.device!r} is neither 'cuda' nor 'cpu'.")
-        if self.shared and self.has_engine and max(self.trainer_parts, self.engine_parts) > 1:
-            raise ConfigConflictError(
-                f"planning the memory: shared=True, and a base in {max(self.trainer_parts, self.engine_parts)} parts "
-                "is held twice. Pass shared=False."
-            )
+        parts = max(self.trainer_parts, self.engine_parts)
+        has_teacher = self.teacher_bytes or self.teacher_more or self.teacher_top_k
+        raise_where(
+            "planning the memory",
+            [
+                *((not value > 0, f"{name}={value} must be above 0.") for name, value in positive.items()),
+                (
+                    self.method not in ESTIMATED,
+                    f"method={self.method!r} is none of {', '.join(ESTIMATED)}. Plan online DPO as 'grpo' with twice "
+                    "the batch.",
+                ),
+                (
+                    self.method not in TAUGHT and has_teacher,
+                    f"method={self.method!r} has no teacher. Leave it out, or plan 'distill'.",
+                ),
+                (
+                    self.method in OFFLINE and self.has_engine,
+                    f"method={self.method!r} makes no engine. Pass has_engine=False, or leave it out.",
+                ),
+                (self.device not in ("cuda", "cpu"), f"device={self.device!r} is neither 'cuda' nor 'cpu'."),
+                (
+                    self.shared and self.has_engine and parts > 1,
+                    f"shared=True, and a base in {parts} parts is held twice. Pass shared=False.",
+                ),
+            ],
+        )
 
     @property
     def rows(self) -> int:
@@ -363,7 +366,12 @@ class MemoryEstimate:
         if self.budget_bytes is None or not (left := _left_open(self.asked)):
             return ""
         without = f"{self.unaided_bytes / GIB:.2f} GiB > {self.budget_bytes / GIB:.2f} GiB"
-        said = describe(self.chosen, fits=self.fits, without=without)
+        said = "fits without freeing the KV cache or moving layer inputs to host memory"
+        if self.chosen:
+            ways = ", and ".join(
+                f"{way.words} ({way.setting}, about {way.cost:.0%} more time per step)" for way in self.chosen
+            )
+            said = f"turned on to save memory{'' if self.fits else ', but not enough'}: {ways}; without this: {without}"
         moved = self.unaided_bytes > self.budget_bytes and OFFLOAD in left and OFFLOAD not in self.chosen
         if moved and not (other := _with(self, offload=True)).fits_host:
             said += (
@@ -515,15 +523,11 @@ def teacher_fields(
 def largest_length(estimate: MemoryEstimate) -> int:
     """The largest `max_length` with which it still fits: a multiple of 64, 0 where none does, or what the model
     allows."""
-
-    def fits(blocks: int) -> bool:
-        return estimate.changed(max_length=64 * blocks).fits
-
-    most = max((estimate.shape.positions or 2**20) // 64, 1)
-    low, high = 0, most
+    low, high = 0, max((estimate.shape.positions or 2**20) // 64, 1)
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+        fits = estimate.changed(max_length=64 * middle).fits
+        low, high = (middle, high) if fits else (low, middle - 1)
     return 64 * low
 
 
@@ -626,43 +630,47 @@ def _lines(shape: ModelShape, request: MemoryRequest, adapter: Mapping[str, tupl
 def _changes(estimate: MemoryEstimate) -> list[tuple[str, Any]]:
     """Everything that may be lowered, as fields of the request or as another estimate."""
     request = estimate.request
-    batch, length = request.batch_size, request.max_length
-    changes: list[tuple[str, Any]] = []
-    if batch > 1:
-        advice = (
-            f"per_device_train_batch_size={batch // 2} (with gradient_accumulation_steps doubled the same training)"
-        )
-        changes.append((advice, {"batch_size": batch // 2}))
-    if length > 128:
-        changes.append((f"max_length={length // 2}", {"max_length": length // 2}))
-    if (request.engine_length or 0) > length:
-        changes.append((f"vllm_max_model_length={length}", {"engine_length": length}))
-    if not request.gradient_checkpointing:
-        changes.append(("gradient_checkpointing=True", {"gradient_checkpointing": True}))
-    elif not request.offload and request.device == "cuda" and _with(estimate, offload=True).fits_host:
-        changes.append((OFFLOAD.setting, {OFFLOAD.field: True}))
-    if request.padded and not estimate.shape.needs_masks(length):
-        changes.append(("remove_padding=True", {"padded": False}))
-    if not request.spec.is_4bit:
-        changes.append(("quant='nf4'", {"spec": QuantSpec(compute_dtype=request.spec.compute_dtype)}))
-    if not request.shared and not request.baked and request.trainer_parts == request.engine_parts == 1:
-        changes.append(("one base for trainer and engine", {"shared": True}))
-    if count.OPTIMIZERS.get(request.optimizer, (2, 0))[0]:
-        changes.append(("optim='adamw_8bit'", {"optimizer": "adamw_8bit"}))
-    if not request.sleeps and request.can_sleep and request.device == "cuda":
-        changes.append((SLEEPS.setting, {SLEEPS.field: True}))
-    if request.kv_cache_gib is not None:
-        half = request.kv_cache_gib / 2
-        changes.append((f"kv_cache_gib={half:g}", {"kv_cache_gib": half}))
-    if request.sequences > 1 and request.method not in OFFLINE:
-        changes.append((f"{request.sequences // 2} completions at once", {"sequences": request.sequences // 2}))
-    ranks = {rank for _, rank in count.adapted_inputs(estimate.adapter).values()}
-    if ranks and max(ranks) > 8:
-        half = max(ranks) // 2
-        halved = {name: _halved(name, shape) for name, shape in estimate.adapter.items()}
-        if rank_class(half) <= rank_class(max(ranks)):
-            changes.append((f"rank {half}", _settled(estimate.shape, request, halved, ())))
-    return changes
+    batch, length, sequences, cache = request.batch_size, request.max_length, request.sequences, request.kv_cache_gib
+    is_on_gpu, is_kept = request.device == "cuda", request.gradient_checkpointing and not request.offload
+    rank = max((rank for _, rank in count.adapted_inputs(estimate.adapter).values()), default=0)
+    halved = {name: _halved(name, shape) for name, shape in estimate.adapter.items()}
+    half = 0 if cache is None else cache / 2
+    changes: list[tuple[Any, str, Any]] = [
+        (
+            batch > 1,
+            f"per_device_train_batch_size={batch // 2} (with gradient_accumulation_steps doubled the same training)",
+            {"batch_size": batch // 2},
+        ),
+        (length > 128, f"max_length={length // 2}", {"max_length": length // 2}),
+        ((request.engine_length or 0) > length, f"vllm_max_model_length={length}", {"engine_length": length}),
+        (not request.gradient_checkpointing, "gradient_checkpointing=True", {"gradient_checkpointing": True}),
+        (
+            is_kept and is_on_gpu and _with(estimate, offload=True).fits_host,
+            OFFLOAD.setting,
+            {OFFLOAD.field: True},
+        ),
+        (request.padded and not estimate.shape.needs_masks(length), "remove_padding=True", {"padded": False}),
+        (not request.spec.is_4bit, "quant='nf4'", {"spec": QuantSpec(compute_dtype=request.spec.compute_dtype)}),
+        (
+            not request.shared and not request.baked and request.trainer_parts == request.engine_parts == 1,
+            "one base for trainer and engine",
+            {"shared": True},
+        ),
+        (count.OPTIMIZERS.get(request.optimizer, (2, 0))[0], "optim='adamw_8bit'", {"optimizer": "adamw_8bit"}),
+        (not request.sleeps and request.can_sleep and is_on_gpu, SLEEPS.setting, {SLEEPS.field: True}),
+        (cache is not None, f"kv_cache_gib={half:g}", {"kv_cache_gib": half}),
+        (
+            sequences > 1 and request.method not in OFFLINE,
+            f"{sequences // 2} completions at once",
+            {"sequences": sequences // 2},
+        ),
+        (
+            rank > 8 and rank_class(rank // 2) <= rank_class(rank),
+            f"rank {rank // 2}",
+            _settled(estimate.shape, request, halved, ()),
+        ),
+    ]
+    return [(advice, change) for is_possible, advice, change in changes if is_possible]
 
 
 def _halved(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -723,17 +731,3 @@ def sets_of(ways: Sequence[Way]) -> Iterator[tuple[Way, ...]]:
     """All sets of some ways, the cheapest first: nothing, and at the end all of them."""
     sets = [each for size in range(len(ways) + 1) for each in combinations(ways, size)]
     yield from sorted(sets, key=lambda each: (sum(way.cost for way in each), len(each)))
-
-
-def describe(chosen: Sequence[Way], *, fits: bool, without: str) -> str:
-    """Which ways a plan has turned on and why, in one sentence.
-
-    Args:
-        chosen: by the plan.
-        fits: with them.
-        without: the peak of the run without them, and the limit.
-    """
-    if not chosen:
-        return "fits without freeing the KV cache or moving layer inputs to host memory"
-    said = ", and ".join(f"{way.words} ({way.setting}, about {way.cost:.0%} more time per step)" for way in chosen)
-    return f"turned on to save memory{'' if fits else ', but not enough'}: {said}; without this: {without}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from .parts import Markup, join, tag
@@ -102,14 +102,11 @@ def thin_out(x: Sequence[float], y: Values, limit: int = POINTS) -> tuple[list[f
     if len(y) <= limit:
         return list(x), list(y)
     kept: list[int] = []
-    for bucket in _buckets(len(y), limit // 2):
+    count = limit // 2
+    for bucket in (range(i * len(y) // count, (i + 1) * len(y) // count) for i in range(count)):
         known = [i for i in bucket if y[i] is not None]
         kept += sorted({min(known, key=y.__getitem__), max(known, key=y.__getitem__)}) if known else [bucket[0]]
     return [x[i] for i in kept], [y[i] for i in kept]
-
-
-def _buckets(length: int, count: int) -> list[range]:
-    return [range(i * length // count, (i + 1) * length // count) for i in range(count)]
 
 
 def smooth(values: Values, window: int, average: Callable[[list[float]], float]) -> list[float | None]:
@@ -133,7 +130,7 @@ def draw_chart(
     x_label: str = "training step",
 ) -> Markup | None:
     """The chart as HTML; `None` where there is not one value to draw. `legend` is (series, name) pairs."""
-    lines = [Line(s.label, s.x, _drawable(s.y), s.series, s.weight) for s in lines]
+    lines = [replace(s, y=[finite(value) for value in s.y]) for s in lines]
     heights = [v for line in lines for v in line.y if v is not None]
     if not heights:
         return None
@@ -164,10 +161,6 @@ def draw_chart(
         "div", tag("div", y_label, class_="yl"), plot, tag("div", x_label, class_="xl"),
         tag("ul", *keys, class_="legend") if keys else None, class_="chart",
     )  # fmt: skip
-
-
-def _drawable(values: Values) -> list[float | None]:
-    return [finite(value) for value in values]
 
 
 def _y(up: Axis, value: float) -> str:

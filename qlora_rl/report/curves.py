@@ -29,8 +29,9 @@ def draw_curves(runs: Sequence[Run], names: Sequence[str]) -> list[Markup]:
 
 
 def _draw_curve(
-    runs: Sequence[Run], names: Sequence[str], column: str, average, title: str, y_label: str, word: str, **options: Any
+    runs: Sequence[Run], names: Sequence[str], column: str, title: str, y_label: str, word: str = "mean", **options: Any
 ) -> Markup | None:
+    average: Any = fmean if word == "mean" else median
     lines = []
     for i, (run, name) in enumerate(zip(runs, names, strict=True)):
         x, y, window = run.steps, run.column(column), choose_window(len(run.metrics))
@@ -43,22 +44,25 @@ def _draw_curve(
     return draw_chart(title, y_label, lines, legend=_legend(runs, names), **options)
 
 
+def _section_of(
+    runs: Sequence[Run], names: Sequence[str], column: str, title: str, caption: str, y_label: str, word: str = "mean",
+    **options: Any,
+) -> Markup:  # fmt: skip
+    """One curve of each run under a title of its own."""
+    window = choose_window(len(runs[0].metrics))
+    if window > 1:
+        caption += f" The thin line is every step; the bold one is the {word} of the {window} steps around it."
+    return section(title, caption, _draw_curve(runs, names, column, title, y_label, word, **options))
+
+
 def _legend(runs: Sequence[Run], names: Sequence[str]) -> list[tuple[int, str]]:
     return list(enumerate(names)) if len(runs) > 1 else []
 
 
-def _smoothing(runs: Sequence[Run], word: str) -> str:
-    window = choose_window(len(runs[0].metrics))
-    if window == 1:
-        return ""
-    return f" The thin line is every step; the bold one is the {word} of the {window} steps around it."
-
-
 def _draw_reward(runs: Sequence[Run], names: Sequence[str]) -> Markup:
-    title = "Reward: how good the answers were"
     caption = "The average score of the answers written in each step; learning makes it rise."
-    caption += _smoothing(runs, "mean")
-    return section(title, caption, _draw_curve(runs, names, "reward", fmean, title, "mean reward per answer", "mean"))
+    title = "Reward: how good the answers were"
+    return _section_of(runs, names, "reward", title, caption, "mean reward per answer")
 
 
 _REWARD = re.compile(r"rewards/(.+)/mean")
@@ -144,7 +148,7 @@ def _draw_dashboard(runs: Sequence[Run], names: Sequence[str]) -> Markup | None:
         charts += [
             tag("h3", title),
             tag("p", f"{told} ({name})", class_="caption"),
-            _draw_curve(runs, names, name, fmean, title, axis, "mean"),
+            _draw_curve(runs, names, name, title, axis),
         ]
     inner = tag(
         "details", tag("summary", f"{len(shown)} charts: {', '.join(_DASHBOARD[n][0].lower() for n in shown)}"), *charts
@@ -167,12 +171,11 @@ def _draw_teacher(runs: Sequence[Run], names: Sequence[str]) -> Markup:
     column = "teacher_divergence" if all(run.values("teacher_divergence") for run in runs) else "loss"
     kinds = {_DIVERGENCES.get(run.argument("beta"), "Jensen-Shannon divergence") for run in runs}
     label = kinds.pop() if len(kinds) == 1 else "divergence"
-    title = "Teacher: how far the student is from it"
     caption = (
         f"{label[:1].upper() + label[1:]} over the tokens of each step, in nats per token: 0 where both expect the "
-        "same. Learning makes it fall." + _smoothing(runs, "mean")
+        "same. Learning makes it fall."
     )
-    return section(title, caption, _draw_curve(runs, names, column, fmean, title, "nats per token", "mean"))
+    return _section_of(runs, names, column, "Teacher: how far the student is from it", caption, "nats per token")
 
 
 def _draw_teacher_by_place(run: Run) -> Markup | None:
@@ -196,9 +199,8 @@ def _draw_teacher_by_place(run: Run) -> Markup | None:
 
 
 def _draw_loss(runs: Sequence[Run], names: Sequence[str]) -> Markup:
-    title = "Loss: what training makes small"
-    caption = "Of the examples of each step; learning makes it fall." + _smoothing(runs, "mean")
-    return section(title, caption, _draw_curve(runs, names, "loss", fmean, title, "loss", "mean"))
+    caption = "Of the examples of each step; learning makes it fall."
+    return _section_of(runs, names, "loss", "Loss: what training makes small", caption, "loss")
 
 
 _HITS = {
@@ -217,29 +219,22 @@ _HITS = {
 
 
 def _draw_hits(runs: Sequence[Run], names: Sequence[str]) -> Markup | None:
-    column = runs[0].hits
-    if column is None:
-        return None
-    title, caption, label = _HITS[column]
-    chart = _draw_curve(runs, names, column, fmean, title, label, "mean")
-    return section(title, caption + _smoothing(runs, "mean"), chart)
+    return _section_of(runs, names, runs[0].hits, *_HITS[runs[0].hits]) if runs[0].hits else None
 
 
 def _draw_mismatch(runs: Sequence[Run], names: Sequence[str]) -> Markup:
-    title = "Mismatch KL: how far apart trainer and sampler are"
     caption = (
         "Distance between the probabilities the trainer computes and those the sampler used for the very same tokens; "
         "0 = identical. Lower is better; the scale is logarithmic, so equal heights are equal factors."
-    ) + _smoothing(runs, "median")
+    )
     if any(run.is_async for run in runs):
         caption += (
             " Where answers are written while the model is trained, it also holds what the model has learned meanwhile."
         )
     bar = Reference(MISMATCH_BAR, f"{MISMATCH_BAR}, prime-rl’s bar for a new model")
-    chart = _draw_curve(
-        runs, names, "mismatch_kl", median, title, "mismatch KL, logarithmic", "median", references=[bar], is_log=True
-    )
-    return section(title, caption, chart)
+    title = "Mismatch KL: how far apart trainer and sampler are"
+    options: dict[str, Any] = {"references": [bar], "is_log": True}
+    return _section_of(runs, names, "mismatch_kl", title, caption, "mismatch KL, logarithmic", "median", **options)
 
 
 def _draw_ratio(runs: Sequence[Run], names: Sequence[str]) -> Markup:

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from .parts import Markup, images_of, object_in, section, table, tag, text_of
+from .parts import Markup, images_of, object_in, objects_in, section, table, tag, text_of
 from .quantities import ABSENT, finite, plain
 from .run import Run
 
-_CONTEXT = 80  # characters before a token
 _LONGEST = 4000  # characters of a text
 
 
@@ -38,17 +37,11 @@ def draw_evaluation(run: Run) -> Markup | None:
         f"{', '.join(said)}. Both come from the same sampler. Behind ± is the standard error; the difference is "
         "taken prompt by prompt."
     )
-    cards = []
-    kept = found.get("rows")
-    for row in kept if isinstance(kept, list) else []:
-        if isinstance(row, dict):
-            titles = (("before", "Before training"), ("after", "After training"))
-            cards.append(
-                _card(
-                    row,
-                    [tag("div", tag("h4", t, _worth(row.get(f"{w}_rewards"))), _shown(row.get(w))) for w, t in titles],
-                )
-            )
+    titles = (("before", "Before training"), ("after", "After training"))
+    cards = [
+        _card(row, [tag("div", tag("h4", t, _worth(row.get(f"{w}_rewards"))), _shown(row.get(w))) for w, t in titles])
+        for row in objects_in(found, "rows")
+    ]
     return section(
         "Evaluation: the base and what became of it",
         caption,
@@ -59,11 +52,10 @@ def draw_evaluation(run: Run) -> Markup | None:
 
 def draw_rollouts(run: Run) -> Markup | None:
     """The answers to one prompt of the first step, of some between, and of the newest, with their rewards."""
-    between = run.rollouts.get("steps")
-    between = [each for each in between if isinstance(each, dict)] if isinstance(between, list) else []
+    between = objects_in(run.rollouts, "steps")
     first, last = (object_in(run.rollouts, when) for when in ("first", "last"))
     titled = [("First step", first), *(("Step", each) for each in between if each != last), ("Newest step", last)]
-    groups = [(title, group, found) for title, group in titled if (found := _rollouts_of(group))]
+    groups = [(title, group, found) for title, group in titled if (found := objects_in(group, "rollouts"))]
     if not groups:
         return None
     shown = []
@@ -83,11 +75,6 @@ def draw_rollouts(run: Run) -> Markup | None:
         "their differences."
     )
     return section("Rollouts: what it learned from", caption, *shown)
-
-
-def _rollouts_of(group: dict[str, Any]) -> list[dict[str, Any]]:
-    answers = group.get("rollouts")
-    return [each for each in answers if isinstance(each, dict)] if isinstance(answers, list) else []
 
 
 def _mean_reward(answers: Sequence[dict[str, Any]]) -> float | None:

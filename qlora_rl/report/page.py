@@ -18,7 +18,7 @@ from qlora_rl.locks import replace_file
 from .curves import draw_curves
 from .look import CSS, JS
 from .outcomes import draw_evaluation, draw_rollouts
-from .parts import Markup, object_in, pairs, section, table, tag
+from .parts import Markup, object_in, objects_in, pairs, section, table, tag
 from .quantities import ABSENT, finite, octets, plain, seconds, share
 from .run import Run, read_run, summarise
 from .sentences import Facts, base_sentence, concerns, fidelity_sentence, headline, peak_sentence, unverified_sentence
@@ -237,9 +237,7 @@ def _draw_details(run: Run) -> Markup | None:
 def _draw_memory(run: Run) -> Markup | None:
     """The memory estimate, line by line, the largest first."""
     memory = object_in(run.config, "memory")
-    lines = memory.get("lines")
-    lines = [line for line in lines if isinstance(line, dict)] if isinstance(lines, list) else []
-    known = [(finite(line.get("nbytes")) or 0.0, line) for line in lines]
+    known = [(finite(line.get("nbytes")) or 0.0, line) for line in objects_in(memory, "lines")]
     rows = [
         (line.get("name", ABSENT), octets(nbytes), line.get("when", ABSENT))
         for nbytes, line in sorted(known, key=lambda pair: -pair[0])

@@ -75,12 +75,13 @@ def _content(content: Any) -> str:
 def table(heads: Sequence[object], rows: Sequence[Sequence[object]], *, is_first_main: bool = False) -> Markup:
     """A table whose first column is words and whose others are numbers."""
     top = tag("tr", *(tag("th", head, scope="col", class_="num" if i else None) for i, head in enumerate(heads)))
-
-    def _cell(i: int) -> str:
-        return "num main" if is_first_main and i == 0 else "num"
-
+    first = "num main" if is_first_main else "num"
     body = [
-        tag("tr", tag("th", row[0], scope="row"), *(tag("td", c, class_=_cell(i)) for i, c in enumerate(row[1:])))
+        tag(
+            "tr",
+            tag("th", row[0], scope="row"),
+            *(tag("td", cell, class_="num" if i else first) for i, cell in enumerate(row[1:])),
+        )
         for row in rows
     ]
     return tag("div", tag("table", tag("thead", top), tag("tbody", *body)), class_="scroll")
@@ -90,6 +91,12 @@ def object_in(record: dict[str, Any], name: str) -> dict[str, Any]:
     """A field that is to be an object; an empty one where it is something else."""
     value = record.get(name)
     return value if isinstance(value, dict) else {}
+
+
+def objects_in(record: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """The objects of a field that is to be a list of them."""
+    value = record.get(name)
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
 
 
 def pairs(pairs: Sequence[tuple[str, str]]) -> Markup | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median, quantiles
 from typing import Any
 
+from qlora_rl.documents import parse_object
 from qlora_rl.locks import is_held
 from qlora_rl.methods import METHODS, TAUGHT
 
@@ -140,17 +140,11 @@ def _read_text(path: Path, problems: list[str]) -> str:
 
 def _read_json(path: Path, problems: list[str]) -> dict[str, Any]:
     text = _read_text(path, problems)
-    if not text.strip():
-        return {}
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        problems.append(f"{path.name} is not valid JSON; it was left out.")
+        return parse_object(text) if text.strip() else {}
+    except ValueError as error:
+        problems.append(f"{path.name} could not be read ({error}); it was left out.")
         return {}
-    if not isinstance(value, dict):
-        problems.append(f"{path.name} holds no object; it was left out.")
-        return {}
-    return value
 
 
 def _read_lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
@@ -158,15 +152,11 @@ def _read_lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
     for line in _read_text(path, problems).split("\n"):
         if not line.strip():
             continue
+        is_last_damaged = False
         try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            value = None
-        is_last_damaged = not isinstance(value, dict)
-        if is_last_damaged:
-            damaged += 1
-        else:
-            records.append(value)
+            records.append(parse_object(line))
+        except ValueError:
+            damaged, is_last_damaged = damaged + 1, True
     if is_last_damaged:
         damaged -= 1
         problems.append(f"The last line of {path.name} is cut off; it was skipped.")
@@ -206,6 +196,7 @@ def summarise(run: Run) -> dict[str, float | None]:
         **_ends("reward", rewards),
         **_ends("loss", losses),
         **_ends("hits", hits),
+        **_evaluated(run),
         "held_out_first": held_out[0] if held_out else None,
         "held_out_last": held_out[-1] if held_out else None,
         "mismatch_kl_median": _over(median, kl),
@@ -220,31 +211,23 @@ def summarise(run: Run) -> dict[str, float | None]:
         "masked_share_mean": _over(fmean, run.values("masked_share")),
         "steps": float(done),
         "seconds": _over(sum, step_seconds),
-        **dict(
-            zip(
-                ("eval_before", "eval_after", "eval_change", "eval_error", "eval_prompts"), _evaluated(run), strict=True
-            )
-        ),
     }
     said = {key: finite(run.summary.get(key)) for key in measured}
     said["seconds"] = finite(run.summary.get("train_seconds")) or said["seconds"]  # without start and evaluations
     return {key: value if said[key] is None else said[key] for key, value in measured.items()}
 
 
-def _evaluated(run: Run) -> tuple[float | None, ...]:
-    """Of `qlora-rl eval`, with one reward function: before, after, their difference, its standard error, prompts."""
+def _evaluated(run: Run) -> dict[str, float | None]:
+    """Of `qlora-rl eval`, with one reward function: before, after, the standard error of their difference, prompts."""
     rewards = [each for each in object_in(run.evaluation, "rewards").values() if isinstance(each, dict)]
-    if len(rewards) != 1:
-        return (None,) * 5
-    base, policy, change = (object_in(rewards[0], side) for side in ("base", "policy", "difference"))
-    found = (
-        base.get("value"),
-        policy.get("value"),
-        change.get("value"),
-        change.get("error"),
-        run.evaluation.get("prompts"),
-    )
-    return tuple(map(finite, found))
+    known = rewards[0] if len(rewards) == 1 else {}
+    found = {
+        "eval_before": object_in(known, "base").get("value"),
+        "eval_after": object_in(known, "policy").get("value"),
+        "eval_error": object_in(known, "difference").get("error"),
+        "eval_prompts": run.evaluation.get("prompts") if known else None,
+    }
+    return {name: finite(value) for name, value in found.items()}
 
 
 def _p95(values: Sequence[float]) -> float:

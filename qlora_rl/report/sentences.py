@@ -87,16 +87,21 @@ def concerns(run: Run) -> list[str]:
                 else "Use easier or harder prompts, more num_generations, or a reward that tells answers apart."
             )
         )
-    alarms = [(step, cause) for step, cause in zip(run.steps, _causes(run), strict=True) if cause not in _NO_FAULT]
+    causes = [each.get("mismatch_cause") for each in run.metrics]
+    alarms = [
+        (step, cause)
+        for step, cause in zip(run.steps, causes, strict=True)
+        if isinstance(cause, str) and cause not in _NO_FAULT
+    ]
     if alarms:
         steps = ", ".join(f"{step:,.0f}" for step, _ in alarms[:5]) + (
             f" and {len(alarms) - 5} more" if alarms[5:] else ""
         )
-        causes = ", ".join(dict.fromkeys(cause for _, cause in alarms))
+        likely = ", ".join(dict.fromkeys(cause for _, cause in alarms))
         said.append(
             f"The mismatch alarm was raised in step {steps}: trainer and sampler were further apart than is normal "
             "for them. Likely cause: "
-            f"{causes}; log.txt has the sentence, docs/fidelity.md what to do."
+            f"{likely}; log.txt has the sentence, docs/fidelity.md what to do."
         )
     return said
 
@@ -122,11 +127,6 @@ def _is_at_its_best(run: Run) -> bool:
 def _at_the_end(run: Run, column: str) -> float:
     values = run.values(column)
     return fmean(values[-end_window(len(values)) :]) if values else 0.0
-
-
-def _causes(run: Run) -> list[str]:
-    found = (record.get("mismatch_cause") for record in run.metrics)
-    return [each if isinstance(each, str) else "" for each in found]
 
 
 def reward_noise(rewards: Sequence[float]) -> float:

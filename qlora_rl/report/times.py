@@ -80,7 +80,10 @@ def _draw_overlap(runs: Sequence[Run], names: Sequence[str]) -> list[Markup]:
     rows = [
         ("Policies that answers were behind, mean", *over(fmean, "staleness_mean", plain)),
         ("… and at most", *over(max, "staleness_max", plain)),
-        ("Steps that found their answers ready", *over(_share_ready, "rollouts_ready", share)),
+        (
+            "Steps that found their answers ready",
+            *over(lambda found: fmean(n > 0 for n in found), "rollouts_ready", share),
+        ),
         (
             "A batch of answers, from its first token to its last reward",
             *over(median, "rollout_sampled_seconds", seconds),
@@ -88,7 +91,3 @@ def _draw_overlap(runs: Sequence[Run], names: Sequence[str]) -> list[Markup]:
         ("The sampler had nothing to do before it", *over(median, "rollout_idle_seconds", seconds)),
     ]
     return [tag("h3", "Sampling and training at the same time"), table(["", *(name for name, _ in shown)], rows)]
-
-
-def _share_ready(counts: Sequence[float]) -> float:
-    return sum(count > 0 for count in counts) / len(counts)

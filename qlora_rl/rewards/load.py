@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from qlora_rl.errors import ConfigConflictError, QloraRLError, RewardFunctionError
+from qlora_rl.errors import ConfigConflictError, QloraRLError, RewardFunctionError, raise_where
 
 # Ours, and the module of each.
 BUILT_IN = {
@@ -58,9 +58,8 @@ def load_reward(
             f"{_DOING}: {name!r} does not exist.{hint} Use one of {', '.join(BUILT_IN)}, or your own as "
             "path.py:function."
         )
-    if inspect.isclass(function):
-        return _made(function, name, dict(arguments or {}))
-    return _with_arguments(function, name, dict(arguments or {}))
+    bind: Any = _made if inspect.isclass(function) else _with_arguments
+    return bind(function, name, dict(arguments or {}))
 
 
 def import_function(
@@ -82,7 +81,23 @@ def import_function(
         ConfigConflictError: there is no such file, or nothing in it that can be called by that name.
     """
     place, _, own = name.rpartition(":")
-    return _imported(place, own, Path(folder or "."), doing, raised)
+    if not own.isidentifier() or not place:
+        raise ConfigConflictError(f"{doing}: {place}:{own} is not path.py:function, nor package.module:function.")
+    module = (
+        _of_file(Path(folder or ".") / Path(place).expanduser(), doing, raised)
+        if place.endswith(".py")
+        else _of_package(place, doing, raised)
+    )
+    function = getattr(module, own, None)
+    if not callable(function):
+        names = sorted(
+            each
+            for each, value in vars(module).items()
+            if inspect.isfunction(value) and value.__module__ == module.__name__ and not each.startswith("_")
+        )
+        what = "is not there" if function is None else f"is a {type(function).__name__}, not a function"
+        raise ConfigConflictError(f"{doing}: {own} {what} in {place}. Its functions: {', '.join(names) or 'none'}.")
+    return function
 
 
 def reward_name(reward: Callable[..., Any]) -> str:
@@ -128,42 +143,26 @@ def parameters_of(function: Callable[..., Any]) -> tuple[list[str] | None, list[
 def _with_arguments(function: Callable[..., Any], name: str, arguments: dict[str, Any]) -> Callable[..., Any]:
     known, needed = parameters_of(function)
     unknown = [] if known is None else sorted(arguments.keys() - set(known))
-    if unknown:
-        raise ConfigConflictError(
-            f"{_DOING}: {name!r} takes no {', '.join(map(repr, unknown))}. It takes "
-            f"{', '.join(known or ()) or 'nothing'}."
-        )
     missing = [each for each in needed if each not in arguments]
-    if missing:
-        raise ConfigConflictError(
-            f"{_DOING}: {name!r} needs {', '.join(missing)}. Give it as an argument, or write a function of your own "
-            f"around qlora_rl.rewards.{function.__name__} and name it as path.py:function."
-        )
+    raise_where(
+        _DOING,
+        [
+            (
+                unknown,
+                f"{name!r} takes no {', '.join(map(repr, unknown))}. It takes {', '.join(known or ()) or 'nothing'}.",
+            ),
+            (
+                missing,
+                f"{name!r} needs {', '.join(missing)}. Give it as an argument, or write a function of your own around "
+                f"qlora_rl.rewards.{reward_name(function)} and name it as path.py:function.",
+            ),
+        ],
+    )
     if not arguments:
         return function
     bound: Any = functools.partial(function, **arguments)
     bound.__name__ = getattr(function, "__name__", name)  # under which TRL logs it
     return bound
-
-
-def _imported(place: str, own: str, folder: Path, doing: str, raised: type[QloraRLError]) -> Callable[..., Any]:
-    if not own.isidentifier() or not place:
-        raise ConfigConflictError(f"{doing}: {place}:{own} is not path.py:function, nor package.module:function.")
-    module = (
-        _of_file(folder / Path(place).expanduser(), doing, raised)
-        if place.endswith(".py")
-        else _of_package(place, doing, raised)
-    )
-    function = getattr(module, own, None)
-    if not callable(function):
-        names = sorted(
-            each
-            for each, value in vars(module).items()
-            if inspect.isfunction(value) and value.__module__ == module.__name__ and not each.startswith("_")
-        )
-        what = "is not there" if function is None else f"is a {type(function).__name__}, not a function"
-        raise ConfigConflictError(f"{doing}: {own} {what} in {place}. Its functions: {', '.join(names) or 'none'}.")
-    return function
 
 
 def _of_file(file: Path, doing: str, raised: type[QloraRLError]) -> ModuleType:

@@ -137,9 +137,10 @@ class weighted:
         """As TRL calls a reward: keyword lists in, B rewards out."""
         weights = [weight for _, weight in self.parts]
         rows = zip(*(reward(*args, **columns) for reward, _ in self.parts), strict=True)
-        return [_sum(values, weights) for values in rows]
+        return [weighted_sum(values, weights) for values in rows]
 
 
-def _sum(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
+def weighted_sum(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
+    """As TRL weighs rewards: what is not scored is left out, and nothing is said of what no reward has scored."""
     known = [value * weight for value, weight in zip(values, weights, strict=True) if value is not None]
     return sum(known) if known else None

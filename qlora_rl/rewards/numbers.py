@@ -35,7 +35,8 @@ def final_number(text: str) -> Fraction | None:
         text: what a model wrote. The last `\boxed{}` goes first, then the last `####`, then the last "answer is", then
             the last number.
     """
-    text = _clean(text)
+    for pattern, replacement in _CLEANED:
+        text = pattern.sub(replacement, text)
     boxed = _last_box(text)
     if boxed is not None and (found := _numbers(boxed)):
         return found[-1]
@@ -53,12 +54,6 @@ def final_number(text: str) -> Fraction | None:
     return found[-1] if found else None
 
 
-def _clean(text: str) -> str:
-    for pattern, replacement in _CLEANED:
-        text = pattern.sub(replacement, text)
-    return text
-
-
 def _last_box(text: str) -> str | None:
     """What stands in the last `\\boxed{...}` that is closed; braces nest."""
     open_at: list[int | None] = []  # one for each open brace; where the box begins, if it is one
@@ -72,12 +67,7 @@ def _last_box(text: str) -> str | None:
 
 
 def _numbers(text: str) -> list[Fraction]:
-    found = []
-    for match in _NUMBER.finditer(text):
-        value = _value(match)
-        if value is not None:
-            found.append(value)
-    return found
+    return [value for match in _NUMBER.finditer(text) if (value := _value(match)) is not None]
 
 
 def _value(match: re.Match[str]) -> Fraction | None:

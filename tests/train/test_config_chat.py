@@ -78,7 +78,7 @@ def shown(config, dataset):
 
 
 def test_a_template_without_a_system_role_is_said_before_a_base_is_made(source, read, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("qlora_rl.base.checkpoint.prepare_base", lambda *_, **__: pytest.fail("a base was made"))
+    monkeypatch.setattr("qlora_rl.config.launch.prepare_base", lambda *_, **__: pytest.fail("a base was made"))
     strict, file = shutil.copytree(source, tmp_path / "strict"), str(tmp_path / "run.toml")
     tokenizer = AutoTokenizer.from_pretrained(strict)
     tokenizer.chat_template = (

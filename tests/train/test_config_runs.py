@@ -106,7 +106,7 @@ def test_an_adapter_of_another_base_is_rejected(tiny, other_model_dir, tmp_path,
 
 
 def test_a_run_that_cannot_fit_is_rejected_before_a_base_is_made(model_dir, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("qlora_rl.base.checkpoint.prepare_base", lambda *_, **__: pytest.fail("a base was made"))
+    monkeypatch.setattr("qlora_rl.config.launch.prepare_base", lambda *_, **__: pytest.fail("a base was made"))
     command = [
         "train",
         str(ROOT / "examples" / "grpo.toml"),

@@ -29,8 +29,8 @@ def test_conversations_are_taken_as_they_are_and_a_line_without_one_is_named(tmp
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
     asked = {"question": "hi", "answer": "ho"}
     assert chat_model.read_conversations(write(tmp_path / "a.jsonl", [{"messages": talk}, asked])) == [talk, talk]
-    with pytest.raises(ValueError, match="line 2 has the columns prompt"):
-        chat_model.read_conversations(write(tmp_path / "b.jsonl", [asked, {"prompt": "hi"}]))
+    with pytest.raises(ValueError, match="row 1 holds no conversation"):
+        chat_model.read_conversations(write(tmp_path / "b.jsonl", [asked, {"question": "hi", "answer": None}]))
 
 
 def test_what_the_command_cannot_do_is_a_sentence_and_no_traceback(tmp_path, monkeypatch, capsys):
@@ -43,9 +43,9 @@ def test_what_the_command_cannot_do_is_a_sentence_and_no_traceback(tmp_path, mon
     broken.write_text("question: hi\n")
     said = {
         (full, good): "contains other files. Choose a new or an empty directory.",
-        (tmp_path / "out", tmp_path / "none.jsonl"): "No such file or directory. Pass a .jsonl file.",
-        (tmp_path / "out", empty): "it is empty",
-        (tmp_path / "out", broken): "line 1 is no JSON object",
+        (tmp_path / "out", tmp_path / "none.jsonl"): "there is no file",
+        (tmp_path / "out", empty): "is empty. Write one JSON object per line",
+        (tmp_path / "out", broken): "its first line is no JSON",
     }
     for (out, rows), sentence in said.items():
         monkeypatch.setattr("sys.argv", ["chat_model", str(out), str(rows), "--steps", "1"])

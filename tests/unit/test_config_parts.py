@@ -19,14 +19,14 @@ from runfile import GOOD, reasons, with_field, written
 from qlora_rl.config.findings import choices
 from qlora_rl.config.launch import check_model, trainer_arguments
 from qlora_rl.config.read import read_config
-from qlora_rl.config.rewards import load_reward
-from qlora_rl.config.schema import Base, Data, Reward, options
+from qlora_rl.config.schema import Base, Data, options
 from qlora_rl.config.text import markdown
 from qlora_rl.contracts import QUANT_TYPES
 from qlora_rl.data.load import load_data, read_file
 from qlora_rl.data.rows import filled
 from qlora_rl.engine.server import serve
 from qlora_rl.errors import ConfigConflictError, RewardFunctionError
+from qlora_rl.rewards import load_reward
 
 # --- data and rewards -----------------------------------------------------------------------------------------------
 
@@ -236,9 +236,9 @@ def test_a_reward_is_loaded_with_its_arguments(tmp_path):
     (tmp_path / "mine.py").write_text(
         "from beside import ONE\ndef reward(completions, bonus, **_):\n    return [ONE + bonus] * len(completions)\n"
     )
-    reward = load_reward(Reward(use=f"{tmp_path / 'mine.py'}:reward", arguments={"bonus": 2}))
+    reward = load_reward(f"{tmp_path / 'mine.py'}:reward", {"bonus": 2})
     assert (reward(completions=["a", "b"]), reward.__name__) == ([3.0, 3.0], "reward")
-    assert load_reward(Reward(use="numeric_match", arguments={"column": "x"}))(completions=["so 3"], x=["3"]) == [1.0]
+    assert load_reward("numeric_match", {"column": "x"})(completions=["so 3"], x=["3"]) == [1.0]
     assert "beside" not in [Path(each).name for each in sys.path]
 
 
@@ -247,7 +247,7 @@ def test_a_reward_file_is_not_run_by_the_check_and_its_failure_is_said(tmp_path)
     document = with_field("rewards", "use", f"{tmp_path / 'mine.py'}:reward")
     config = read_config(written(tmp_path, document), asks_trl=False)
     with pytest.raises(RewardFunctionError, match=r"mine.py raised RuntimeError while it was imported: boom"):
-        load_reward(config.rewards[0])
+        load_reward(config.rewards[0].use, config.rewards[0].arguments)
     document["rewards"][0]["arguments"] = {"bonsu": 1}
     assert reasons(written(tmp_path, document)) == (
         "[[rewards]] arguments: 'bonsu' is none of bonus; did you mean 'bonus'?",

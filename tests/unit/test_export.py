@@ -222,14 +222,14 @@ def test_the_adapter_alone_is_the_policy_on_its_base(base, tmp_path):
     assert "vllm" in done.load
 
 
-def test_dora_is_merged_and_travels_in_its_own_form_only(base, tmp_path):
+def test_dora_is_merged_and_travels_in_its_own_form_only(base, tmp_path, caplog):
     run = make_run(base, tmp_path / "run", LoraConfig(r=8, use_dora=True, target_modules="all-linear"))
     assert export(run, "merged", out=tmp_path / "merged").distance.kl_mean < LIMIT
-    said = []
-    done = export(run, "adapter", out=tmp_path / "adapter", say=said.append)
+    caplog.set_level("INFO", "qlora_rl.stages")
+    done = export(run, "adapter", out=tmp_path / "adapter")
     assert done.distance.kl_mean < LIMIT
     assert "vllm" not in done.load
-    assert any("as PEFT has saved it" in line and "DoRA" in line for line in said)
+    assert any("as PEFT has saved it" in line and "DoRA" in line for line in caplog.messages)
     assert "As PEFT has saved it" in (done.path / "README.md").read_text()
 
 
@@ -294,7 +294,7 @@ def test_the_card_says_what_it_is_and_names_no_path_of_this_machine(run, base, t
     assert str(tmp_path) not in card
     assert str(base.path.parent) not in card
     numbers = json.loads((done.path / "export.json").read_text())
-    assert numbers["distance"] == done.distance.as_dict()
+    assert numbers["distance"] == vars(done.distance)
 
 
 def test_prompts_come_from_the_rollouts_of_the_run_or_a_file(run, copy, tmp_path):
@@ -662,15 +662,17 @@ def test_rows_that_llama_cpp_would_rotate_otherwise_are_found(tmp_path, monkeypa
     assert not (tmp_path / "a").exists()
 
 
-def test_eight_bits_are_close_and_without_llama_cpp_it_is_said_that_nobody_asked_it(bpe_run, tmp_path, monkeypatch):
+def test_eight_bits_are_close_and_without_llama_cpp_it_is_said_that_nobody_asked_it(
+    bpe_run, tmp_path, monkeypatch, caplog
+):
     pytest.importorskip("gguf")
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    said = []
-    done = export(bpe_run, "gguf", out=tmp_path / "a", dtype="q8_0", say=said.append)
+    caplog.set_level("INFO", "qlora_rl.stages")
+    done = export(bpe_run, "gguf", out=tmp_path / "a", dtype="q8_0")
     assert LIMIT_FLOAT32 < done.distance.kl_mean < LIMITS["q8_0"]
     assert f"FROM ./{next(done.path.glob('*.gguf')).name}" in (done.path / "Modelfile").read_text()
     assert done.llama_cpp is None
-    assert any("llama.cpp itself was not asked" in line for line in said)
+    assert any("llama.cpp itself was not asked" in line for line in caplog.messages)
     assert "llama.cpp was not installed" in (done.path / "README.md").read_text()
 
 

@@ -4,6 +4,7 @@ import io
 import json
 import math
 import shutil
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -335,6 +336,16 @@ def test_an_evaluation_asks_the_rows_that_the_runs_file_evaluates_on_where_no_da
     told(**SAID | {"train": str(GSM8K)})
     assert main(["eval", str(path), "--reward", "numeric"]) == 2
     assert "no file that names [data] eval. Pass the rows to ask: --data FILE, any data file" in capsys.readouterr().err
+
+
+def test_an_evaluation_whose_answers_are_dates_is_printed_as_json(told, tmp_path, monkeypatch, capsys):
+    rows = [{"prompt": "when?", "answer": date(2024, 5, 1)}]
+    found = Evaluation({}, (1.0, 1.0), (0.0, 0.0), 1, 1, SamplingSpec(), rows)
+    monkeypatch.setattr("qlora_rl.inference.evaluation.evaluate", lambda *_, **__: found)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "when?", "answer": "2024-05-01"}\n')
+    words = ["--data", str(tmp_path / "rows.jsonl"), "--reward", "exact", "--no-save", "--json"]
+    assert main(["eval", str(told(train="rows.jsonl")), *words]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"][0]["answer"] == "2024-05-01"
 
 
 def test_an_evaluation_names_rewards_as_training_does(told, tmp_path, monkeypatch):

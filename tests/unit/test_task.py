@@ -13,8 +13,9 @@ import torch
 from qlora_rl import cpu_features as module
 from qlora_rl.cpu_features import SETTING
 from qlora_rl.demo import tiny_model
+from qlora_rl.demo.pretraining import numerics
 from qlora_rl.demo.task import SPLITS, Problem, grpo_rows, problems, reward_exact_match
-from qlora_rl.demo.tiny_model import Recipe, make_tiny_model, make_tokenizer, numerics
+from qlora_rl.demo.tiny_model import Recipe, make_tiny_model, make_tokenizer
 
 
 def unordered(split):
@@ -168,22 +169,23 @@ def _of_another_processor(monkeypatch):
     ],
     ids=["model", "setting", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA"],
 )
-def test_what_changes_the_order_of_sums_changes_the_digests_of_models_made_on_the_spot(monkeypatch, change):
+def test_what_changes_the_order_of_sums_changes_the_recipes_of_models_made_on_the_spot(monkeypatch, change):
     monkeypatch.setattr(module, "_name_and_identity", lambda: ("AMD EPYC", "family 25, model 17, stepping 1"))
     for name in (SETTING, "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(SETTING, "native")
-    before = Recipe().digest(), json.dumps(numerics())
-    assert (Recipe().digest(), json.dumps(numerics())) == before
+    monkeypatch.setattr(tiny_model, "made_once", lambda kind, recipe, *_: json.dumps(recipe, sort_keys=True))
+    before = make_tiny_model(), json.dumps(numerics())
+    assert (make_tiny_model(), json.dumps(numerics())) == before
     change(monkeypatch)
-    after = Recipe().digest(), json.dumps(numerics())
+    after = make_tiny_model(), json.dumps(numerics())
     assert before[0] != after[0]
     assert before[1] != after[1]  # what recipes of chat and picture models hold
 
 
 def test_torchs_own_kernels_are_among_the_numerics():
     """`ATEN_CPU_CAPABILITY` is read when torch is imported."""
-    code = "from qlora_rl.demo.tiny_model import numerics; print(numerics()['processor']['torch_kernels'])"
+    code = "from qlora_rl.demo.pretraining import numerics; print(numerics()['processor']['torch_kernels'])"
     # Not on the path: tests/avx2, which sets it too.
     package = str(Path(__file__).resolve().parents[2])
     environment = os.environ | {"ATEN_CPU_CAPABILITY": "default", "PYTHONPATH": package}

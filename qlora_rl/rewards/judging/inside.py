@@ -20,7 +20,7 @@ from .program import load
 from .wire import read_frame
 
 _IS, _EQUAL, _REACHED = "__judging_is__", "__judging_equal__", "__judging_reached__"
-IDLE = b"\0"  # behind the word, where the tests have asked nothing
+UNASKED = b"\0"  # behind the word, where the tests have asked nothing
 
 
 def judge_inside(reads: int, writes: int) -> None:
@@ -39,7 +39,7 @@ def judge_inside(reads: int, writes: int) -> None:
     except SystemExit as error:
         have_passed = not error.code  # the tests' end; a program's leaves assertions out
     if have_passed and (watched.have_passed() or not names.is_asked):
-        write(writes, word if names.is_asked else word + IDLE)
+        write(writes, word if names.is_asked else word + UNASKED)
 
 
 class _Watched(ast.NodeTransformer):

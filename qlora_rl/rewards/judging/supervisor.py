@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .confine import confine, end_with, enter_namespace, has_landlock, hide_memory
-from .inside import IDLE as UNASKED
-from .inside import judge_inside
+from .inside import UNASKED, judge_inside
 from .judge import FAILED, IDLE, PASSED, judge
 from .program import NAME, answer
 from .wire import read_frame, write_frame
