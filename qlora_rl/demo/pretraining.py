@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from qlora_rl.cpu_features import processor
+from qlora_rl.cpu_features import keep_few_kernels
 from qlora_rl.cpu_matmul import Float32Products
 from qlora_rl.stages import begin, count
 
@@ -78,6 +79,7 @@ def made_once(
 
     def fill(target: Path) -> None:
         # Muon multiplies in bf16 whatever the model is.
+        keep_few_kernels()  # the demo goes on to train in this process, and its trainer would come too late
         with torch.random.fork_rng(devices=[]), Float32Products(torch.bfloat16):
             torch.manual_seed(seed)
             model, tokenizer = make()
