@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from qlora_rl.cpu_features import processor
-from qlora_rl.cpu_features import keep_few_kernels
+from qlora_rl.cpu_features import keep_few_kernels, processor
 from qlora_rl.cpu_matmul import Float32Products
 from qlora_rl.stages import begin, count
 
