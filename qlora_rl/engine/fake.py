@@ -38,6 +38,10 @@ class FakeEngine(ClosedAtEnd):
         max_lora_rank: largest rank that it takes.
         max_model_length: prompt plus completion, in tokens.
         eos_token_id: ends a completion, or several that do; by default the model's.
+
+    Attributes:
+        version: of the adapter that serves now; 0 is the bare base.
+        incarnation: grows with every wake.
     """
 
     def __init__(
@@ -52,7 +56,7 @@ class FakeEngine(ClosedAtEnd):
         self.max_lora_rank = max_lora_rank
         self.max_model_length = max_model_length
         self.eos_token_id = model.config.get_text_config().eos_token_id if eos_token_id is None else eos_token_id
-        self._version = 0
+        self.version, self.incarnation = 0, 1
         self._hooks: list[Any] = []
         self._bare = False
         self._held: Mapping[str, torch.Tensor] = {}
@@ -60,18 +64,7 @@ class FakeEngine(ClosedAtEnd):
         self._lost = ""
         self._is_closed = False
         self.naps = 0
-        self._incarnation = 1
         self._is_asleep = False
-
-    @property
-    def version(self) -> int:
-        """The adapter version that serves now; 0 is the bare base."""
-        return self._version
-
-    @property
-    def incarnation(self) -> int:
-        """Grows with every wake."""
-        return self._incarnation
 
     def capabilities(self) -> EngineCapabilities:
         """What this engine can be asked for; it says that it can sleep so that the state machine can be tested."""
@@ -155,7 +148,7 @@ class FakeEngine(ClosedAtEnd):
         return Rollout(
             [ids for ids, _, _ in sampled],
             [logprobs for _, logprobs, _ in sampled],
-            self._version,
+            self.version,
             time.perf_counter() - started,
             has_ended=[has_ended for _, _, has_ended in sampled],
         )
@@ -191,7 +184,7 @@ class FakeEngine(ClosedAtEnd):
 
     def lend_slots(self, directory: Path) -> AdapterSlots:
         """Two copies of what is in the directory."""
-        tensors = self._read(directory, self._version)
+        tensors = self._read(directory, self.version)
         first, second = ({name: tensor.clone() for name, tensor in tensors.items()} for _ in range(2))
         self._slots = slots = AdapterSlots((first, second), lambda: self._slots is slots)
         return slots
@@ -224,7 +217,7 @@ class FakeEngine(ClosedAtEnd):
             for name, a_RI in tensors.items()
             if name.endswith(".lora_A.weight")
         ]
-        self._version = version
+        self.version = version
 
     def _added(self, a_RI: torch.Tensor, b_OR: torch.Tensor) -> Any:
         """A forward hook that adds B @ A @ x to a linear's output."""
@@ -240,7 +233,7 @@ class FakeEngine(ClosedAtEnd):
         """Serve the bare base again, as version 0."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._held, self._version, self._slots, self._lost = [], {}, 0, None, ""
+        self._hooks, self._held, self.version, self._slots, self._lost = [], {}, 0, None, ""
 
     def withdraw_adapter(self, reason: str) -> None:
         """Serve nothing until the next push."""
@@ -255,7 +248,7 @@ class FakeEngine(ClosedAtEnd):
     def wake(self) -> None:
         """Undo `sleep`."""
         if self._is_asleep:
-            self._incarnation += 1
+            self.incarnation += 1
             self._is_asleep = False
 
     def close(self) -> None:

@@ -39,7 +39,7 @@ from qlora_rl.sync.forward import (
     without_adapter,
 )
 from qlora_rl.sync.function_check import FunctionCheck
-from qlora_rl.sync.synthetic_adapter import Probe
+from qlora_rl.sync.synthetic_adapter import Probe, added_to
 
 logger = logging.getLogger(__name__)
 
@@ -316,7 +316,7 @@ class Canary:
         if not is_sharded(self.model):
             try:
                 with without_adapter(self.model), in_float32(self.model, max(map(len, sequences))):
-                    with probe.added_to(bare_model(self.model)):
+                    with added_to(bare_model(self.model), probe.bundle().tensors):
                         rounding = _distance(ours, self._score(sequences))
             except NotComparedError as why:
                 logger.info("the rounding under a probe is not known: %s", why)
@@ -327,7 +327,7 @@ class Canary:
         """On other sequences trainer and engine are as near under the probe as rounding lets them be."""
         with without_adapter(self.model):
             sequences = self._sampled_sequences(SECOND_LOOK, seed=1)
-            with probe.added_to(bare_model(self.model)):
+            with added_to(bare_model(self.model), probe.bundle().tensors):
                 ours = self._score(sequences)
         return self._difference(sequences, ours=ours) <= self._limit_under(probe, sequences, ours)
 
@@ -348,7 +348,7 @@ class Canary:
             bare = self._score(self.sequences)
             while not is_found and size <= LARGEST_SIZE and all(map(math.isfinite, effects)) and tries < 16:
                 tries += 1
-                with Probe(adapter, size).added_to(bare_model(self.model)):
+                with added_to(bare_model(self.model), Probe(adapter, size).bundle().tensors):
                     probed = self._score(self.sequences)
                 # Of all ranks, which go on alike.
                 effects = ranks().gather(_distance(probed, bare), "sizing the probe")

@@ -11,10 +11,9 @@ Shape letters: T sampled tokens of one completion, V vocabulary, R rank, O out-f
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +26,7 @@ from qlora_rl.contracts import AdapterBundle, RolloutEngine, SyncStrategy, modul
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import QloraRLError
 from qlora_rl.fidelity import scaled_differences
-from qlora_rl.sharded_tensors import is_sharded, put, shape_of, whole
+from qlora_rl.sharded_tensors import is_sharded
 from qlora_rl.sync.base_check import BaseCheck
 from qlora_rl.sync.forward import (
     NotComparedError,
@@ -37,8 +36,10 @@ from qlora_rl.sync.forward import (
     completion_logits,
     evaluating,
     in_float32,
+    without_adapter,
 )
 from qlora_rl.sync.function_check import Apart
+from qlora_rl.sync.synthetic_adapter import added_to
 from qlora_rl.sync.truncated_sampling import TruncatedSampling
 
 logger = logging.getLogger(__name__)
@@ -116,7 +117,7 @@ class MismatchDebugger:
     """Finds out what the engine multiplies with.
 
     Args:
-        model: the trainer's; its adapter is exchanged while other adapters are tried, and put back.
+        model: the trainer's; its adapter is switched off while other adapters are tried.
         engine: which sampled.
         strategy: which pushed the policy.
         `base_check`: fingerprints of both bases at the start.
@@ -309,7 +310,7 @@ class MismatchDebugger:
         temperature = sampled.temperature
 
         def under(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-            with self._exchanged(tensors):
+            with without_adapter(self.model), added_to(bare_model(self.model), {**live, **tensors}):
                 return self._scaled(sampled, (temperature,))[temperature]
 
         live = self._bundle().tensors
@@ -432,38 +433,6 @@ class MismatchDebugger:
         scales = {float(s) for layer in layers.values() for s in layer.scaling.values()} - {0.0, 1.0}
         own = [f for s in sorted(scales)[:2] for f in (s, 1 / s)]
         return list(dict.fromkeys([*own, *_FACTORS]))
-
-    @contextlib.contextmanager
-    def _exchanged(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """The model with these matrices (canonical: the scale is folded into B) in the place of its own; then as it
-        was."""
-        adapter = active_adapter(self.model)
-        layers = InspectedAdapter(self.model, adapter).layers
-        own: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
-        was_sharded = is_sharded(self.model)
-        try:
-            for name, tensor in tensors.items():
-                layer = layers[module_of(name)]
-                is_b = ".lora_B." in name
-                parameter = (layer.lora_B if is_b else layer.lora_A)[adapter].weight
-                scale = float(layer.scaling[adapter]) if is_b else 1.0
-                if scale == 0.0:
-                    continue
-                cut = tensor[:, : shape_of(parameter)[1]] if is_b else tensor[: shape_of(parameter)[0]]
-                values = (cut.to(parameter.device, torch.float32) / scale).to(parameter.dtype)
-                if was_sharded:
-                    own.append((parameter, whole([parameter])[0].clone()))
-                    put(values, parameter)
-                else:
-                    own.append((parameter, parameter.data))
-                    parameter.data = values
-            yield
-        finally:
-            for parameter, data in own:
-                if was_sharded:
-                    put(data, parameter)
-                else:
-                    parameter.data = data
 
 
 def _is_nearer(there: torch.Tensor, here: torch.Tensor, counted: torch.Tensor) -> bool:

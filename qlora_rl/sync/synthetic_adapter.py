@@ -57,25 +57,27 @@ class Probe:
             places[name].copy_(tensor)
         return bundle.nbytes
 
-    @contextmanager
-    def added_to(self, base: Any) -> Iterator[None]:
-        """Have the linears of a transformers model add it to their outputs; their weights are not touched.
 
-        Args:
-            base: the model inside PEFT's, whose own adapter must be switched off meanwhile.
-        """
-        tensors, hooks, seen = self.bundle().tensors, [], set()
-        try:
-            for name in self.bundle().modules:
-                a_RI, b_OR = (tensors[lora_name(name, part)] for part in "AB")
-                module = base.get_submodule(name)
-                if id(module) not in seen:  # it may have several names
-                    hooks.append(module.register_forward_hook(_adds(a_RI, b_OR)))
-                    seen.add(id(module))
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+@contextmanager
+def added_to(base: Any, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Have the linears of a transformers model add an adapter to their outputs; their weights are not touched.
+
+    Args:
+        base: the model inside PEFT's, whose own adapter must be switched off meanwhile.
+        tensors: of the adapter, in canonical form.
+    """
+    hooks, seen = [], set()
+    try:
+        for name in AdapterBundle(tensors, {}).modules:
+            a_RI, b_OR = (tensors[lora_name(name, part)] for part in "AB")
+            module = base.get_submodule(name)
+            if id(module) not in seen:  # it may have several names
+                hooks.append(module.register_forward_hook(_adds(a_RI, b_OR)))
+                seen.add(id(module))
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _adds(a_RI: torch.Tensor, b_OR: torch.Tensor) -> Any:

@@ -73,11 +73,11 @@ def takes_weights(engine: type, breaks: tuple[int, int] | None) -> type:
 
         @property
         def holds_dense(self) -> bool:
-            return bool(self._version) and not self._lost
+            return bool(self.version) and not self._lost
 
         def load_dense(self, weights: Any, version: int) -> int:
             places, nbytes = dict(self.model.named_parameters()), 0
-            self._version, self._lost = version, f"only a part of version={version} arrived"
+            self.version, self._lost = version, f"only a part of version={version} arrived"
             try:
                 for name, weight in weights:
                     places.pop(name).data.copy_(weight)

@@ -96,7 +96,7 @@ def dense_engine(base):
                     raise SyncError(f"loading weights: no {name} here.")
                 places[name].copy_(weight)
                 nbytes += weight.numel() * weight.element_size()
-            self.holds_dense, self._lost, self._version = True, "", version
+            self.holds_dense, self._lost, self.version = True, "", version
             return nbytes
 
         def withdraw_dense(self, reason):

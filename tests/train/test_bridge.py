@@ -157,7 +157,7 @@ def test_an_engine_that_was_started_anew_in_a_rollout_is_given_the_policy_and_as
 
     def lost(*arguments):
         monkeypatch.setattr(engine, "generate", real)
-        engine._incarnation += is_new
+        engine.incarnation += is_new
         raise EngineBrokenError("generating: weights version=1 were lost.")
 
     monkeypatch.setattr(engine, "generate", lost)

@@ -131,7 +131,7 @@ def test_a_server_that_stays_away_is_an_error_that_says_what_to_do(engine, serve
         (0, r"Start it \(qlora-rl serve BASE\), or correct its address"),
         (2, "version 2 is pushed again"),
     ):
-        engine._version = version
+        engine.version = version
         server.answers = [None]
         with pytest.raises(errors.EngineBrokenError, match=way):
             engine.generate([[1, 2]], max_tokens=1)
@@ -173,7 +173,7 @@ def test_after_a_restart_the_base_is_verified_and_the_adapter_pushed_before_anyt
 
 
 def test_while_a_restarted_server_is_verified_other_threads_ask_it_nothing(engine, server):
-    engine._base = server.about["base"] = BaseFingerprint({}).digest
+    engine.base = server.about["base"] = BaseFingerprint({}).digest
     engine.load_packed(b"bytes", 4)
     server.asked.clear()
     server.start, server.version = "two", 0
@@ -316,7 +316,7 @@ def test_a_rejected_push_leaves_no_doubt(engine, server):
 
 
 def test_what_was_withdrawn_is_not_asked_until_the_next_push(engine, server):
-    engine._base = server.about["base"] = BaseFingerprint({}).digest
+    engine.base = server.about["base"] = BaseFingerprint({}).digest
     engine.load_packed(b"bytes", 4)
     engine.withdraw_adapter("version 4 was not verified")
     server.asked.clear()
@@ -383,8 +383,8 @@ def test_the_client_imports_no_vllm():
 
 
 def test_full_weights_that_a_restarted_server_has_lost_are_never_silently_the_base(engine, server, monkeypatch):
-    server.about["base"] = engine._base = BaseFingerprint({}).digest
-    engine._dense = engine._version = server.version = 3
+    server.about["base"] = engine.base = BaseFingerprint({}).digest
+    engine._dense = engine.version = server.version = 3
     assert engine.holds_dense
     server.start, server.version = "two", 0
     for use in (lambda: engine.generate([[1, 2]], max_tokens=1), lambda: engine.score([[1, 2]])):
@@ -398,7 +398,7 @@ def test_full_weights_that_a_restarted_server_has_lost_are_never_silently_the_ba
 def test_full_weights_without_an_answer_are_taken_back_before_anything_is_verified(engine, server):
     """They may have arrived: then what the server holds is not the base."""
     server.about |= {"base": BaseFingerprint({}).digest, "takes_dense": True}
-    engine._base, engine.wait_s = server.about["base"], 0.0
+    engine.base, engine.wait_s = server.about["base"], 0.0
     begun = {"push": "p", "directory": "qlora-rl-weights-0f"}
     server.answers = [httpx.Response(200, json=begun, headers=server.marks()), None]  # the commit
     with pytest.raises(errors.EngineBrokenError):
@@ -503,7 +503,7 @@ def test_who_was_killed_comes_back_under_its_name(server):
 @pytest.fixture
 def own(engine, server):
     """The engine, on the base that the server describes: after a restart it is verified."""
-    engine._base = server.about["base"] = BaseFingerprint({}).digest
+    engine.base = server.about["base"] = BaseFingerprint({}).digest
     assert not engine._state.is_in_doubt
     return engine
 

@@ -130,6 +130,11 @@ class EngineClient(ClosedAtEnd):
         timeout_s: of one request, in seconds.
         wait_s: how long to wait for an engine that is away, in seconds, before giving up.
 
+    Attributes:
+        version: of the adapter that the server serves, as it said last.
+        incarnation: grows when the server was restarted.
+        base: digest of the base that was there at first, and must be after every restart.
+
     Raises:
         EngineBrokenError: nobody answers within `wait_s`.
         QloraRLError: what answers cannot be used; as the connection says.
@@ -141,28 +146,12 @@ class EngineClient(ClosedAtEnd):
         self.connection, self.url = connection, connection.url
         self.timeout_s, self.wait_s = timeout_s, wait_s
         self._state, self._recovering = ServerState(self.url), threading.RLock()
-        self._incarnation, self._version = 1, 0
+        self.incarnation, self.version = 1, 0
         self._dense = 0  # the version of the full weights that were pushed last
-        self._base = ""
         self._about = self._ask("GET", "/state")
-        self._base, self.found = self._about["base"], (self._version, self._about.get("digest", ""))  # what served
+        self.base, self.found = self._about["base"], (self.version, self._about.get("digest", ""))  # what served
 
     # --- what people ask it -----------------------------------------------------------------------------------------
-
-    @property
-    def version(self) -> int:
-        """The adapter version that the server serves, as it said last."""
-        return self._version
-
-    @property
-    def incarnation(self) -> int:
-        """Grows when the server was restarted."""
-        return self._incarnation
-
-    @property
-    def base(self) -> str:
-        """Digest of the base that was there at first, and must be after every restart."""
-        return self._base
 
     @property
     def start(self) -> str:
@@ -288,8 +277,8 @@ class EngineClient(ClosedAtEnd):
         digest = hashlib.sha256(blob).hexdigest()
         with self._state.pushes(version):
             found = self._ask("PUT", f"/adapter?version={version}&digest={digest}", blob)
-            if found["digest"] != digest or self._version != version:
-                raise not_taken("adapter", version, self._version)
+            if found["digest"] != digest or self.version != version:
+                raise not_taken("adapter", version, self.version)
             self._state.serve(version, digest, (blob, version))
 
     def load_adapter(self, directory: Path, version: int) -> None:
@@ -327,8 +316,8 @@ class EngineClient(ClosedAtEnd):
         def commit(push: str) -> None:
             with self._state.pushes(version):
                 self._ask("POST", f"/weights/commit?push={push}")
-                if self._version != version:
-                    raise not_taken("weights", version, self._version)
+                if self.version != version:
+                    raise not_taken("weights", version, self.version)
                 self._dense = version
                 self._state.serve(version, push)
 
@@ -392,7 +381,7 @@ class EngineClient(ClosedAtEnd):
         """What must serve, or has before; who has pushed nothing follows the server."""
         self._state.reject_withdrawn()  # it may have been lost between two attempts
         asked = self._state.asked
-        return expected(version, asked.newest or (self._version, None), asked.before)
+        return expected(version, asked.newest or (self.version, None), asked.before)
 
     def _ask(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
         """Ask until there is an answer; a rejection is raised at once. `body`: bytes, or a function that gives JSON."""
@@ -414,7 +403,7 @@ class EngineClient(ClosedAtEnd):
             except AwayError as fault:
                 if cuts != self.connection.cuts:
                     raise RolloutCancelledError("asking the server: cancelled, because the run ends.") from None
-                patience.wait(fault, self._version)
+                patience.wait(fault, self.version)
 
     def _ask_once(self, method: str, path: str, body: Any) -> dict[str, Any]:
         with self._recovering:  # other threads wait until a server that was restarted is verified and pushed to
@@ -425,7 +414,7 @@ class EngineClient(ClosedAtEnd):
         self._state.answer(answer.start)
         # The answer to a rollout may be read later than that to a push which came after it.
         if not self._state.asked or path not in _SAMPLING:
-            self._version = answer.version
+            self.version = answer.version
         return answer.found
 
     def _recover(self, found: RestartedError) -> None:
@@ -435,20 +424,20 @@ class EngineClient(ClosedAtEnd):
         logger.warning("%s %s: its base is verified and the policy pushed again", self.url, why)
         try:
             self._state.begin_recovery(found.start)  # an interrupt in it must not leave a start that nobody verifies
-            self._version = 0
+            self.version = 0
             about = self._ask("GET", "/state")
             if is_in_doubt and about.get("takes_dense"):  # weights may have replaced the base
                 self._ask("DELETE", "/adapter")
-            if about["base"] != self._base or self.describe_base().digest != self._base:
-                raise other_base(self.url, about["base"], self._base)
+            if about["base"] != self.base or self.describe_base().digest != self.base:
+                raise other_base(self.url, about["base"], self.base)
             self._about = about
-            self._incarnation += 1
+            self.incarnation += 1
             if self._state.pushed is not None:
                 self.load_packed(*self._state.pushed)
             elif self._dense or (is_in_doubt and about.get("takes_dense")):
                 lost = f"weights version={self._dense}" if self._dense else "the newest weights"
                 self._state.withdraw(f"{lost} were lost: the engine {why}")
-            elif self._state.wants_base and (is_in_doubt or self._version != 0):
+            elif self._state.wants_base and (is_in_doubt or self.version != 0):
                 self.drop_adapter()  # a push without an answer did arrive, or will; this one comes behind it
         except BaseException:
             self._state.doubt()  # the next request finds the restart again

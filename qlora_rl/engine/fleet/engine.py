@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qlora_rl.adapter.store import unpack_adapter
+from qlora_rl.adapter.store import pack_adapter, read_directory, unpack_adapter
 from qlora_rl.contracts import BaseFingerprint, ClosedAtEnd, EngineCapabilities, Rollout, SamplingSpec
 from qlora_rl.engine.client import EngineClient, ServerEngine
 from qlora_rl.engine.fleet.dense import Broadcast, Kept
@@ -52,6 +52,9 @@ class Fleet(ClosedAtEnd):
         replicas: connected to; closed with the fleet, or where it cannot be made.
         wait_s: how long to wait for a replica when there is none, in seconds.
 
+    Attributes:
+        version: of the adapter that all replicas serve.
+
     Raises:
         BaseMismatchError: a replica holds another base than the first; names it.
         ConfigConflictError: two are one and the same, or they cannot be used for one another.
@@ -64,7 +67,7 @@ class Fleet(ClosedAtEnd):
         self._pushed: tuple[bytes, int] | None = None
         self._kept: Kept | None = None  # full weights, where they serve
         self._sends_dense = False
-        self._version = 0
+        self.version = 0
         self._withdrawn = ""
         self._pushes = 0  # that have begun, and that have ended: odd while one is under way
         try:
@@ -74,17 +77,12 @@ class Fleet(ClosedAtEnd):
             raise
         for each in replicas:
             each.wait_s = min(wait_s, _PATIENCE_S)
-        self._version = replicas[0].version
+        self.version = replicas[0].version
         if len({each.found for each in replicas}) > 1:
             found = ", ".join(f"{each.url} version {each.version}" for each in replicas)
             self._withdrawn = f"the replicas do not serve the same ({found})"
 
     # --- what people ask it -----------------------------------------------------------------------------------------
-
-    @property
-    def version(self) -> int:
-        """The adapter version that all replicas serve."""
-        return self._version
 
     @property
     def incarnation(self) -> int:
@@ -181,10 +179,10 @@ class Fleet(ClosedAtEnd):
         )
         if version is None and self.capabilities().holds_two:
             # What has begun with a version ends with it, also when a push goes through meanwhile.
-            version = self._version
+            version = self.version
         named = {} if version is None else {"version": version}
         started, pushes = time.perf_counter(), self._pushes
-        versions = {} if ids else {self._version if version is None else version: ""}
+        versions = {} if ids else {self.version if version is None else version: ""}
         tokens: list[list[int]] = [[] for _ in ids]
         logprobs: list[list[float | None]] = [[] for _ in ids]
         has_ended: dict[int, bool] = {}
@@ -278,11 +276,11 @@ class Fleet(ClosedAtEnd):
             SyncError: a replica rejected it; all serve the version before.
             EngineBrokenError: all replicas stayed away longer than `wait_s`.
         """
-        self._push(lambda each: each.load_packed(blob, version), lambda _: (blob, version), version)
+        self._push(lambda each: each.load_packed(blob, version), version, (blob, version))
 
     def load_adapter(self, directory: Path, version: int) -> None:
         """Serve a PEFT directory, which is sent."""
-        self._push(lambda each: each.load_adapter(directory, version), lambda each: each.pushed, version)
+        self.load_packed(pack_adapter(read_directory(Path(directory))), version)
 
     @property
     def holds_dense(self) -> bool:
@@ -319,7 +317,7 @@ class Fleet(ClosedAtEnd):
                 self._hold(None, version, broadcast.kept)
             except BaseException as error:
                 if is_loading:
-                    if self._kept is None and self._version:
+                    if self._kept is None and self.version:
                         self._withdrawn = f"weights version={version} did not arrive, and those before are not kept"
                     self._roll_back(asked)
                     broadcast.abandon()
@@ -340,7 +338,7 @@ class Fleet(ClosedAtEnd):
 
     def drop_adapter(self) -> None:
         """Serve the bare base again, as version 0; read again from its directory where full weights replaced it."""
-        self._push(lambda each: each.drop_adapter(), lambda _: None, 0)
+        self._push(lambda each: each.drop_adapter(), 0)
 
     def withdraw_adapter(self, reason: str) -> None:
         """Ask for nothing more until the next push: what the replicas serve was not verified."""
@@ -363,10 +361,7 @@ class Fleet(ClosedAtEnd):
     # --- a push -----------------------------------------------------------------------------------------------------
 
     def _push(
-        self,
-        load: Callable[[EngineClient], None],
-        kept: Callable[[EngineClient], tuple[bytes, int] | None],
-        version: int,
+        self, load: Callable[[EngineClient], None], version: int, pushed: tuple[bytes, int] | None = None
     ) -> None:
         """Load it everywhere, or serve everywhere what was served before; nobody is taken back meanwhile."""
         end = time.monotonic() + self.wait_s
@@ -380,7 +375,7 @@ class Fleet(ClosedAtEnd):
                 except BaseException:
                     self._roll_back(asked)
                     raise
-            self._hold(kept(next(iter(held))), version, None)
+            self._hold(pushed, version, None)
 
     @contextlib.contextmanager
     def _push_under_way(self) -> Iterator[None]:
@@ -393,7 +388,7 @@ class Fleet(ClosedAtEnd):
     def _hold(self, pushed: tuple[bytes, int] | None, version: int, kept: Kept | None) -> None:
         """All serve it."""
         self._forget_kept()
-        self._pushed, self._version, self._kept, self._withdrawn = pushed, version, kept, ""
+        self._pushed, self.version, self._kept, self._withdrawn = pushed, version, kept, ""
 
     def _forget_kept(self) -> None:
         if self._kept is not None:
@@ -418,12 +413,12 @@ class Fleet(ClosedAtEnd):
             each.load_packed(*self._pushed)
         elif self._kept is not None:
             self._kept.replay(each)
-        elif self._version == 0 or (self._sends_dense and self._withdrawn):
+        elif self.version == 0 or (self._sends_dense and self._withdrawn):
             if each.version != 0 or self._sends_dense:  # weights of which some were loaded have no version
                 each.drop_adapter()
-        elif each.version != self._version or each.pushed is not None:
+        elif each.version != self.version or each.pushed is not None:
             raise EngineBrokenError(
-                f"restoring {each.url}: version {self._version} was pushed by somebody else, and is not known here. "
+                f"restoring {each.url}: version {self.version} was pushed by somebody else, and is not known here. "
                 "Push again, or call drop_adapter()."
             )
 

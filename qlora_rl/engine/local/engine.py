@@ -64,6 +64,9 @@ class LocalEngine:
         repair_scales: write the exact scales into vLLM when it has loaded (`repair_base`).
         vllm_options: further arguments of `vllm.LLM`.
 
+    Attributes:
+        incarnation: grows with every start, rebuild and wake.
+
     Raises:
         MissingDependencyError: vLLM or its bitsandbytes support is missing; names what to install.
         EngineUnsupportedError: this base or setting cannot be served.
@@ -96,7 +99,7 @@ class LocalEngine:
         self._enable_sleep = enable_sleep
         self._numbers, self._lanes = itertools.count(1), list[Adapters]()
         self._adapters, self._dense = Adapters(self.max_lora_rank, self._numbers), DenseWeights()
-        self._incarnation = self._repairs = 0
+        self.incarnation = self._repairs = 0
         self._is_broken = self._is_closed = self._is_asleep = False
         self._llm: Any = None
         self._products, self._routing, self.borrowers = Float32Products(), Routing(), BorrowingModels()
@@ -139,11 +142,6 @@ class LocalEngine:
     def version(self) -> int:
         """The version that serves now; 0 is the bare base."""
         return self._adapters.version or self._dense.version
-
-    @property
-    def incarnation(self) -> int:
-        """Grows with every start, rebuild and wake."""
-        return self._incarnation
 
     def capabilities(self) -> EngineCapabilities:
         """What this engine can be asked for."""
@@ -415,7 +413,7 @@ class LocalEngine:
         if self._is_asleep:
             self._llm.wake_up()
             self._is_asleep = False
-            self._incarnation += 1
+            self.incarnation += 1
             self._adapters.after_wake(self._llm)
             for each in self._lanes:
                 each.after_wake(self._llm)
@@ -472,7 +470,7 @@ class LocalEngine:
             self._tear_down()
             raise
         self._is_broken = self._is_asleep = False
-        self._incarnation += 1
+        self.incarnation += 1
 
     def _tear_down(self) -> None:
         llm, self._llm = self._llm, None
