@@ -41,7 +41,7 @@ class AdapterProducts:
 
     def note(self, slots_T: torch.Tensor) -> None:
         """What adapter the tokens of the next steps have: their slots, -1 for none."""
-        self._groups, self._tokens = group(slots_T), slots_T.numel()
+        self._groups, self._tokens = [each for each in group(slots_T) if each[0] >= 0], slots_T.numel()
 
     def __call__(
         self,
@@ -162,11 +162,6 @@ def _follow(wrapper: Any, products: AdapterProducts) -> None:
 
 
 def group(slots_T: torch.Tensor) -> Groups:
-    """The slots that occur, each with the numbers of its tokens; `None` for all of them. Tokens of slot -1 are left
-    out."""
-    if slots_T.numel() == 0:
-        return []
+    """The slots that occur, -1 for none, each with the numbers of its tokens; `None` for all of them."""
     found = torch.unique(slots_T).tolist()
-    if len(found) == 1:
-        return [] if found[0] < 0 else [(found[0], None)]
-    return [(slot, (slots_T == slot).nonzero().flatten()) for slot in found if slot >= 0]
+    return [(slot, None if len(found) == 1 else (slots_T == slot).nonzero().flatten()) for slot in found]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from qlora_rl.engine.compat import adapter_manager
+from qlora_rl.engine.linears.linear import Groups, group
 from qlora_rl.errors import EngineUnsupportedError
 
 
@@ -113,7 +114,7 @@ class AdaptedTokens:
     def __init__(self, wrapper: Any) -> None:
         self._wrapper = wrapper
 
-    def groups(self, count: int) -> list[tuple[int, torch.Tensor | None]]:
+    def groups(self, count: int) -> Groups:
         """Each slot that occurs, -1 for none, with the numbers of its tokens; `None` for all of the T that are
         computed.
 
@@ -126,8 +127,7 @@ class AdaptedTokens:
                 f"multiplying adapters on experts: vLLM computes tokens={count}, and has named the adapters of "
                 f"tokens={len(slots_T)}. Adapt the attention alone, and report this with what `qlora-rl doctor` prints."
             )
-        found = torch.unique(slots_T).tolist()
-        return [(slot, None if len(found) == 1 else (slots_T == slot).nonzero().flatten()) for slot in found]
+        return group(slots_T)
 
 
 def take_adapters(runner: Any) -> None:
