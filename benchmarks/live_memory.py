@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from rounds import add_to, described
 from shapes import RANK, SIZES, make_model
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -97,7 +98,7 @@ class Step:
             raise ConfigConflictError(f"measuring a step without padding: {why}.")
         if tiles:
             tile_layers(self.bare)
-        keep_on_host(self.bare, None if device == "cuda" else Uncounted())
+        keep_on_host(self.bare, None if device == "cuda" else uncounted)
         self.model.train()
         self.model.gradient_checkpointing_enable(offload=offload)
         width = length if padded else length + PADDING
@@ -193,22 +194,15 @@ class Step:
             torch.cuda.synchronize()
 
 
-class Uncounted:
-    """The CPU as a device, whose host memory is that of the same machine."""
+def uncounted() -> saved_tensors_hooks:
+    """The CPU as a device, whose host memory is that of the same machine: what waits there is not counted, what comes
+    back is."""
 
-    device = "cpu"
-
-    def send(self, tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """A copy that is not counted."""
+    def send(tensor: torch.Tensor) -> torch.Tensor:
         with _disable_current_modes():
-            return tensor.clone(), None
+            return tensor.clone()
 
-    def fetch(self, host: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """A copy that is."""
-        return host.clone(), None
-
-    def wait(self, event: None) -> None:
-        """Copies are made at once."""
+    return saved_tensors_hooks(send, torch.Tensor.clone)
 
 
 @contextmanager

@@ -52,7 +52,7 @@ def make_model(directory: Path, layers: int):
     """A model as the trainer has it, and what makes it that of either side."""
     import shapes
     import torch
-    from live_memory import Uncounted
+    from live_memory import uncounted
     from peft import LoraConfig, get_peft_model
     from trl.trainer.utils import add_fused_lm_head
 
@@ -87,7 +87,7 @@ def make_model(directory: Path, layers: int):
         raise SystemExit(f"measuring with MLPs in tiles: {why}")
     shorten_lora(model)
     ours = [(module, name, vars(module)[name]) for module in plain for name in vars(module).keys() - plain[module]]
-    keep_on_host(bare, Uncounted())
+    keep_on_host(bare, uncounted)
     model.train()
     model.enable_input_require_grads()
 

@@ -43,7 +43,6 @@ ENTRIES = {
     "rewards": {"rewards.formulas", "rewards.match", "rewards.programs"},
     "train.ranks.sharded": {"train.ranks.zero"},
     "train.rollouts.engine_link": {"base.bake", "engine.fleet", "sync.full_weights", "train.ranks.shared_engine"},
-    "train.run.resume": {"train.ranks.zero"},
     "train.setup.config_checks": {"train.setup.kto"},
     "train.setup.processes": {"train.ranks.zero"},
     "train.setup.residual_init": {"adapter.initialization"},

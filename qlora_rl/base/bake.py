@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from qlora_rl.base.checkpoint import BASE_FILES, PreparedBase, derive, open_base
 from qlora_rl.base.quant import QuantSpec
 from qlora_rl.base.reader import StoredTensors
+from qlora_rl.base.writer import write_weights
 from qlora_rl.errors import ConfigConflictError
 
 
@@ -44,21 +46,14 @@ def bake_base(
     spec = QuantSpec("none", compute_dtype=dtype or source.spec.compute_dtype)
 
     def write(directory: Path) -> QuantSpec:
-        from safetensors.torch import save_file
-
         stored = StoredTensors(source.path)
-        weight_map: dict[str, str] = {}
-        for file, names in stored.files.items():
-            tensors: dict[str, torch.Tensor] = {}
-            for name in filter(stored.is_weight, names):
+
+        def weights() -> Iterator[tuple[str, torch.Tensor]]:
+            for name in filter(stored.is_weight, stored):
                 quantised = stored.read_4bit(name)
-                weight = stored[name] if quantised is None else quantised.dequantised()
-                tensors[name] = weight.to(spec.dtype)
-            save_file(tensors, directory / file, metadata={"format": "pt"})
-            weight_map |= dict.fromkeys(tensors, file)
-        if len(stored.files) > 1:
-            index = {"metadata": {}, "weight_map": weight_map}
-            (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1, sort_keys=True))
+                yield name, (stored[name] if quantised is None else quantised.dequantised()).to(spec.dtype)
+
+        write_weights(weights(), directory)
         copy_plain(source, directory, spec.compute_dtype)
         return spec
 

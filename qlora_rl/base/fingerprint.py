@@ -20,7 +20,7 @@ import torch
 
 from qlora_rl.base.experts import Names
 from qlora_rl.base.model_classes import directory_takes_images
-from qlora_rl.base.quant import dequantize_exactly, exact_absmax, plain_name
+from qlora_rl.base.quant import dequantised_weight, exact_absmax, plain_name
 from qlora_rl.base.reader import StoredTensors
 from qlora_rl.contracts import BaseFingerprint, Leaf
 
@@ -285,12 +285,12 @@ def _leaves(base: torch.nn.Module, baked: torch.dtype | None) -> Iterator[tuple[
             for stored, part in names.parts(plain_name(name), parameter.data):
                 yield stored, digest_plain(part if baked is None else part.to(baked))
             continue
-        if baked is None:
-            leaf = digest_4bit(parameter.data, state)
-        else:
-            weight = dequantize_exactly(parameter.data, exact_absmax(state), state.code, state.blocksize, state.shape)
-            leaf = digest_plain(weight.to(baked))
-        yield names.stored(plain_name(name)), leaf
+        whole = (
+            digest_4bit(parameter.data, state)
+            if baked is None
+            else digest_plain(dequantised_weight(parameter).to(baked))
+        )
+        yield names.stored(plain_name(name)), whole
 
 
 def base_parameters(base: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -49,11 +49,9 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         from safetensors import safe_open
 
         self._home: dict[str, Any] = {}
-        self.files: dict[str, list[str]] = {}
         for file in sorted(Path(directory).glob("*.safetensors")):
             handle = safe_open(file, "pt")
-            self.files[file.name] = list(handle.keys())
-            self._home |= dict.fromkeys(self.files[file.name], handle)
+            self._home |= dict.fromkeys(handle.keys(), handle)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._home[name].get_tensor(name)

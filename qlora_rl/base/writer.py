@@ -385,9 +385,7 @@ def write_tokenizer(tokenizer: Any, source: Path, directory: Path, trust_remote_
 
     def own_if_any() -> Any:
         with contextlib.suppress(Exception):
-            from transformers import AutoTokenizer
-
-            return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+            return read_tokenizer(None, source, trust_remote_code)
 
     tokenizer = read_tokenizer(tokenizer, source, trust_remote_code)
     check_vocabulary(tokenizer, rows, f"preparing a base of {source}", own_if_any)

@@ -21,7 +21,7 @@ from qlora_rl.config.directories import RESOLVED, source_line, source_of
 from qlora_rl.config.paths import all_uses, split_reward
 from qlora_rl.config.read import resolved_toml
 from qlora_rl.config.rewards import digest, tell_program_tests
-from qlora_rl.config.schema import TEACHERS, RunConfig
+from qlora_rl.config.schema import TABLES, TEACHERS, RunConfig, applies, options
 from qlora_rl.config.text import value
 from qlora_rl.config.trl_fields import make_args
 from qlora_rl.contracts import IMAGES
@@ -43,8 +43,28 @@ logger = logging.getLogger(__name__)
 _DIGEST = "# sha256 of "
 _OURS = {"kind", "start_from", "dtype"}
 _LOOKED_AT = 1000  # rows of a dataset, by `check_rows`
-# What of [rollout] is no option of the engine.
-_NO_ENGINE = {"where", "api_key_file", "share_base", "max_staleness", "rollout_threads"}
+# By which table and field a file says an argument that our trainers add to TRL's; of which methods, the schema says.
+_ARGUMENTS = {
+    "adapter_dtype": ("adapter", "dtype"),
+    "existing_run": ("run", "existing"),
+    "gpu_memory": ("run", "gpu_memory"),
+    "remove_padding": ("run", "remove_padding"),
+    "routing_replay": ("run", "routing_replay"),
+    "teacher_adapter": ("teacher", "adapter"),
+    "teacher_url": ("teacher", "url"),
+    "teacher_top_k": ("teacher", "top_k"),
+    "teacher_key_file": ("teacher", "api_key_file"),
+    "max_staleness": ("rollout", "max_staleness"),
+    "rollout_threads": ("rollout", "rollout_threads"),
+    "rollout": ("rollout", "where"),
+    "api_key_file": ("rollout", "api_key_file"),
+    "share_base": ("rollout", "share_base"),
+    "sync": ("sync", "how"),
+    "sync_dir": ("sync", "dir"),
+    "canary_every": ("sync", "canary_every"),
+    "on_mismatch": ("sync", "on_mismatch"),
+    "allow_base_mismatch": ("sync", "allow_base_mismatch"),
+}
 
 
 def launch(config: RunConfig, begun: Callable[[Path], None] = lambda directory: None, file: Path | None = None) -> Path:
@@ -348,41 +368,25 @@ def load_tokenizer(config: RunConfig) -> Any:
 
 def trainer_arguments(config: RunConfig) -> dict[str, Any]:
     """Arguments that our trainers add to TRL's."""
-    method = METHODS[config.method]
-    found: dict[str, Any] = {"adapter_dtype": config.adapter.dtype, "existing_run": config.run.existing}
-    if method.is_planned:
-        found["gpu_memory"] = config.run.gpu_memory
-    if not method.why_padded:
-        found["remove_padding"] = config.run.remove_padding
-    if method.replays:
-        found["routing_replay"] = config.run.routing_replay
+    method, teacher, rollout = METHODS[config.method], config.teacher, config.rollout
+    found: dict[str, Any] = {
+        name: getattr(getattr(config, table), field)
+        for name, (table, field) in _ARGUMENTS.items()
+        if applies(options(TABLES[table])[field], config.method)
+    }
     if method.is_taught:
-        teacher = config.teacher
-        found |= {"teacher_prompt": TEACHER_COLUMN if teacher.has_prompt else None, "teacher_adapter": teacher.adapter}
-        found |= {"teacher_url": teacher.url, "teacher_top_k": teacher.top_k, "teacher_key_file": teacher.api_key_file}
+        found["teacher_prompt"] = TEACHER_COLUMN if teacher.has_prompt else None
         if teacher.url is not None:
             found["teacher_model"] = teacher.model
-    if method.is_ahead:
-        found |= {"max_staleness": config.rollout.max_staleness, "rollout_threads": config.rollout.rollout_threads}
     if not method.samples:
         return found
-    rollout, sync = config.rollout, config.sync
-    engine = {name: value for name, value in rollout.changed().items() if name not in _NO_ENGINE}
+    changed = rollout.changed().items()
+    engine = {name: value for name, value in changed if ("rollout", name) not in _ARGUMENTS.values()}
     if is_here(rollout.where) and config.train.get("vllm_enable_sleep_mode") is False:
         engine["enable_sleep"] = (
             False  # the config alone does not tell it from its default, which leaves it to the plan
         )
-    return found | {
-        "rollout": rollout.where,
-        "api_key_file": rollout.api_key_file,
-        "share_base": rollout.share_base,
-        "engine_options": engine | engine.pop("vllm", {}),
-        "sync": sync.how,
-        "sync_dir": sync.dir,
-        "canary_every": sync.canary_every,
-        "on_mismatch": sync.on_mismatch,
-        "allow_base_mismatch": sync.allow_base_mismatch,
-    }
+    return found | {"engine_options": engine | engine.pop("vllm", {})}
 
 
 def record(config: RunConfig, file: str | Path | None = None) -> str:

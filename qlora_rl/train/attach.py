@@ -16,13 +16,13 @@ from qlora_rl.engine.started import as_one, is_here
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
 from qlora_rl.fidelity import FidelityMonitor
 from qlora_rl.sharded_tensors import is_sharded
-from qlora_rl.train.metrics.alarm import MismatchAlarm, check_word
+from qlora_rl.train.metrics.alarm import MismatchAlarm
 from qlora_rl.train.metrics.measure import MeasuredSteps
 from qlora_rl.train.metrics.rewards import apply_attention_to, check_signature, guard
 from qlora_rl.train.online import LinkedTrainer
 from qlora_rl.train.rloo import SampledLogprobs
 from qlora_rl.train.rollouts.batches import EndedCompletions
-from qlora_rl.train.rollouts.engine_link import EngineChoice, Link, link_policy
+from qlora_rl.train.rollouts.engine_link import EngineChoice, Link, OnlineOptions, link_policy
 from qlora_rl.train.run.progress import told
 from qlora_rl.train.run.resume import WrappedModel
 from qlora_rl.train.scoring.logprobs import truncation_of, use_small_tiles
@@ -153,8 +153,18 @@ def attach(
         BaseMismatchError, AdapterRejectedError, EngineUnsupportedError: as there.
         NotYetSupportedError: a model that is split over processes already.
     """
-    _check(trainer, canary_every)
-    check_word(on_mismatch)
+    options = OnlineOptions(
+        rollout=rollout,
+        sync=sync,
+        engine_options=engine_options,
+        sync_dir=sync_dir,
+        canary_every=canary_every,
+        on_mismatch=on_mismatch,
+        allow_base_mismatch=allow_base_mismatch,
+        api_key_file=api_key_file,
+    )
+    options.check()
+    _check(trainer)
     rollout = as_one(rollout)
     config_checks.check(trainer.args, rollout)
     rollout_func = getattr(trainer, "rollout_func", None)
@@ -164,21 +174,10 @@ def attach(
         model = trainer.accelerator.unwrap_model(trainer.model)
         base = _base(model, trainer, rollout)
         begin_alike(model)
-        options = {"repair_scales": False, **settings.engine_options(trainer.args), **(engine_options or {})}
-        choice = EngineChoice(rollout, options, api_key_file=api_key_file)
-        link = link_policy(
-            model,
-            base,
-            choice,
-            choice.engine,
-            trainer.args,
-            settings.sampling_spec(trainer.args, trainer.eos_token_ids),
-            sync=sync,
-            sync_dir=sync_dir,
-            canary_every=canary_every,
-            allow_base_mismatch=allow_base_mismatch,
-            on_mismatch=on_mismatch,
-        )
+        started = {"repair_scales": False, **settings.engine_options(trainer.args), **(engine_options or {})}
+        choice = EngineChoice(rollout, started, api_key_file=api_key_file)
+        sampling = settings.sampling_spec(trainer.args, trainer.eos_token_ids)
+        link = link_policy(model, base, choice, choice.engine, trainer.args, sampling, options)
     return Attachment(trainer, link, rollout_func, on_mismatch)
 
 
@@ -236,10 +235,8 @@ def _written_down(model: Any, trainer: Any) -> PreparedBase:
             parameter.requires_grad_(trained[name])
 
 
-def _check(trainer: Any, canary_every: int) -> None:
+def _check(trainer: Any) -> None:
     doing = "attaching to a trainer"
-    if canary_every < 0:
-        raise ConfigConflictError(f"{doing}: canary_every={canary_every} < 0. Use 0 for none.")
     if not isinstance(trainer, GRPOTrainer | RLOOTrainer):
         raise ConfigConflictError(
             f"{doing}: it is a {type(trainer).__name__}. GRPOTrainer and RLOOTrainer of TRL sample through a backend "

@@ -9,7 +9,6 @@ the adapter's dtype, the guarded rewards, the link to the engine, the run direct
 from __future__ import annotations
 
 import logging
-import os
 import weakref
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,22 +22,21 @@ from qlora_rl.distributed import join, ranks
 from qlora_rl.engine.started import ENGINES, as_one, is_here
 from qlora_rl.errors import ConfigConflictError, EngineClosedError, RewardFunctionError
 from qlora_rl.stages import begin
-from qlora_rl.sync.plan import WISHES, plan_sync
-from qlora_rl.train.metrics.alarm import alarm_for, check_word
+from qlora_rl.sync.plan import plan_sync
+from qlora_rl.train.metrics.alarm import alarm_for
 from qlora_rl.train.metrics.rewards import agree_on, apply_attention_to, as_list, check_signature, guard
-from qlora_rl.train.rollouts.engine_link import EngineChoice, Link, link_policy, release, why_dense
+from qlora_rl.train.rollouts.engine_link import EngineChoice, Link, OnlineOptions, link_policy, release, why_dense
 from qlora_rl.train.run import CONFIG, FINGERPRINTS, RunDirectory
 from qlora_rl.train.run.progress import told
 from qlora_rl.train.run.recorded_training import (
     RecordedTraining,
-    check_adapter_dtype,
     load_tokenizer,
     open_run,
     trained_values,
 )
 from qlora_rl.train.scoring.logprobs import truncation_of, use_small_tiles
 from qlora_rl.train.setup import config_checks, dataset_checks, settings
-from qlora_rl.train.setup.engine_order import SHARE, Pair, make_pair
+from qlora_rl.train.setup.engine_order import Pair, make_pair
 from qlora_rl.train.setup.memory_budget import MemoryBudget, budget_of
 from qlora_rl.train.setup.model_source import Source
 from qlora_rl.train.setup.processes import check_processes, check_turns, shards_base
@@ -91,45 +89,6 @@ logger = logging.getLogger(__name__)
 
 # Arguments of TRL's trainers that are read here, too.
 _OF_TRL = ("reward_funcs", "reward_processing_classes", "train_dataset", "eval_dataset")
-
-
-@dataclass(frozen=True)
-class OnlineOptions:
-    """The keyword arguments that our online trainers add to TRL's; `QLoRAGRPOTrainer` says what each means."""
-
-    rollout: str | list[str] | RolloutEngine = "colocate"
-    sync: str = "auto"
-    adapter_dtype: str = "float32"
-    engine_options: dict[str, Any] | None = None
-    sync_dir: str | os.PathLike[str] | None = None
-    existing_run: str = "reject"
-    allow_base_mismatch: bool = False
-    canary_every: int = 4
-    on_mismatch: str = "stop"
-    share_base: bool | str = "auto"
-    gpu_memory: str | float = "auto"
-    api_key_file: str | os.PathLike[str] | None = None
-    remove_padding: bool = True
-    routing_replay: bool = False
-
-    def check(self) -> None:
-        """Raises: ConfigConflictError: a word or number that means nothing."""
-        check_adapter_dtype(self.adapter_dtype)
-        check_word(self.on_mismatch)
-        if self.sync not in WISHES:
-            raise ConfigConflictError(
-                f"reading the arguments: sync={self.sync!r} is not one of {WISHES}. Use 'auto'; nothing is ever merged "
-                "here."
-            )
-        if self.sync_dir is not None and isinstance(self.rollout, str | list) and not is_here(self.rollout):
-            raise ConfigConflictError(
-                f"reading the arguments: sync_dir={str(self.sync_dir)!r}, and rollout={self.rollout!r} is sent its "
-                "adapters, which are written into no directory of yours. Leave sync_dir out."
-            )
-        if self.share_base not in SHARE:
-            raise ConfigConflictError(f"reading the arguments: share_base={self.share_base!r} is not one of {SHARE}.")
-        if self.canary_every < 0:
-            raise ConfigConflictError(f"reading the arguments: canary_every={self.canary_every} < 0. Use 0 for none.")
 
 
 @dataclass(frozen=True)
@@ -385,7 +344,7 @@ class OnlineTrainer(LinkedTrainer, RecordedTraining):
 
     def _connect(self, engine: RolloutEngine | None, choice: EngineChoice, asked: _Asked) -> Link:
         """The policy and the engine, which is closed where this fails."""
-        args, options = asked.args, asked.options
+        args = asked.args
         with models_are_whole():  # TRL has told transformers of ZeRO-3; an engine may begin here
             return link_policy(
                 self.model,
@@ -394,11 +353,7 @@ class OnlineTrainer(LinkedTrainer, RecordedTraining):
                 engine,
                 args,
                 settings.sampling_spec(args, self.eos_token_ids),
-                sync=options.sync,
-                sync_dir=options.sync_dir,
-                canary_every=options.canary_every,
-                allow_base_mismatch=options.allow_base_mismatch,
-                on_mismatch=options.on_mismatch,
+                asked.options,
             )
 
     def _begin(self, link: Link, asked: _Asked, held: dict[str, Any], computes: dict[str, Any]) -> None:

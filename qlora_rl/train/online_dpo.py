@@ -12,7 +12,6 @@ vocabulary.
 
 from __future__ import annotations
 
-import math
 import os
 from collections import defaultdict
 from typing import Any
@@ -32,7 +31,7 @@ from qlora_rl.distributed import ranks
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, RewardFunctionError
 from qlora_rl.methods import METHODS
 from qlora_rl.sync.truncated_sampling import TruncatedSampling
-from qlora_rl.train.metrics.measure import MeasuredSteps, batch_of_all_ranks
+from qlora_rl.train.metrics.measure import MeasuredSteps, batch_of_all_ranks, logprobs_like
 from qlora_rl.train.metrics.rewards import agree_on
 from qlora_rl.train.online import OnlineOptions, OnlineTrainer
 from qlora_rl.train.setup import settings
@@ -222,14 +221,12 @@ class SampledPairs:
                 for logits_TV, ids_T in zip(logits_BTV, completion_ids, strict=True)
             ]
         )
-        values = [torch.tensor([math.nan if value is None else value for value in row]) for row in sampled]
-        theirs_BT = pad_sequence(values, batch_first=True).to(ours_BT.device)
         rollout = {
             "prompt_ids": prompt_ids,
             "prompt_mask": prompt_mask,
             "completion_ids": completion_ids,
             "completion_mask": completion_mask,
-            "sampling_per_token_logps": theirs_BT,
+            "sampling_per_token_logps": logprobs_like(completion_ids, sampled),
         }
         self._look_at("train", rollout, ours_BT)
         return logprobs_BT

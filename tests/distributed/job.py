@@ -263,15 +263,15 @@ def part_all(trainer: Any) -> None:
 
 
 def keep_inputs_on_host() -> Any:
-    """Have the trainers keep layer inputs with a copier that works on the CPU; returned."""
-    from copiers import LateCopier
+    """Have the trainers keep layer inputs in copies, as on a GPU; returned."""
+    from host_copies import HostCopies
 
     from qlora_rl.train.run import recorded_training
     from qlora_rl.train.setup.layer_inputs import keep_on_host
 
-    copier = LateCopier()
-    recorded_training.keep_on_host = functools.partial(keep_on_host, copier=copier)
-    return copier
+    copies = HostCopies()
+    recorded_training.keep_on_host = functools.partial(keep_on_host, on_host=copies)
+    return copies
 
 
 def strike(trainer: Any, rank: int, step: int, how: str) -> None:
@@ -436,7 +436,7 @@ def main(call: dict[str, Any]) -> None:
     watches, parts, spoils = call.pop("watches", False), call.pop("parts", False), call.pop("spoils", 0)
     torch.manual_seed(5)
     report: dict[str, Any] = {"error": None}
-    copier = keep_inputs_on_host() if call.pop("offloads", False) else None
+    copies = keep_inputs_on_host() if call.pop("offloads", False) else None
     if "true" in (os.environ.get("ACCELERATE_USE_FSDP"), os.environ.get("ACCELERATE_USE_DEEPSPEED")):
         cpu_as_accelerator()
         if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
@@ -482,7 +482,7 @@ def main(call: dict[str, Any]) -> None:
                 part_all(trainer)
             trainer.train()
             report["shares"] = shares(trainer)
-            report["inputs_on_host"] = len(copier.sent) if copier else 0
+            report["inputs_on_host"] = len(copies.sent) if copies else 0
             if proves:
                 prove(trainer, report)
         report["pushes"] = trainer.bridge._pushed[0] if hasattr(trainer, "bridge") else 0

@@ -7,8 +7,8 @@ from functools import partial
 
 import pytest
 import torch
-from copiers import LateCopier
 from datasets import Dataset
+from host_copies import HostCopies
 from online_kinds import by_place
 from peft import LoraConfig
 from recorded import Recorded
@@ -35,8 +35,8 @@ def switched(monkeypatch, make_trainer, config, tmp_path):
     """Train with some switches on; the adapter, and what was seen of each switch."""
 
     def run(name, on, fields, **arguments):
-        copier = LateCopier()
-        monkeypatch.setattr(recorded_training, "keep_on_host", partial(keep_on_host, copier=copier))
+        copies = HostCopies()
+        monkeypatch.setattr(recorded_training, "keep_on_host", partial(keep_on_host, on_host=copies))
         monkeypatch.setattr(tiles_module, "TILE", {"cpu": 8 if "tiles" in on else 2**20})
         tiles = []
         backward = tiles_module._Tiles.backward
@@ -62,7 +62,7 @@ def switched(monkeypatch, make_trainer, config, tmp_path):
         seen = {
             "no padding": padding["removed"],
             "tiles": bool(tiles),
-            "layer inputs": bool(copier.sent),
+            "layer inputs": bool(copies.sent),
             "sleep": getattr(trainer.engine, "naps", 0) > 0,
         }
         return adapter, {switch for switch, is_on in seen.items() if is_on}

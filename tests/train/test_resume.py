@@ -459,8 +459,8 @@ def test_several_processes_go_on_with_the_entropy_bonus_too(base, tmp_path, monk
 def test_what_a_kill_leaves_of_the_final_adapter_or_model_is_put_back_or_goes(tmp_path, is_there):
     """Between two renames of `save_adapter` or `save_model`, and after them; what is somebody else's stays."""
     for name in (
-        ".adapter-ab1d_fgh-old",
-        ".adapter-ab1d_fgh",
+        ".adapter-old",
+        ".adapter-new",
         ".model-new",
         ".model-old",
         ".adapter-of-mine",
@@ -468,12 +468,12 @@ def test_what_a_kill_leaves_of_the_final_adapter_or_model_is_put_back_or_goes(tm
     ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text(name)
-    (tmp_path / ".summary.json.tmp").touch()
+    (tmp_path / ".summary.json.4711.tmp").touch()
     if is_there:
         for name in ("adapter", "model"):
             (tmp_path / name).mkdir()
             (tmp_path / name / "file").write_text("new")
     RunDirectory(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"adapter", "model", ".adapter-of-mine", ".model"}
-    for name, old in (("adapter", ".adapter-ab1d_fgh-old"), ("model", ".model-old")):
+    for name, old in (("adapter", ".adapter-old"), ("model", ".model-old")):
         assert (tmp_path / name / "file").read_text() == ("new" if is_there else old)

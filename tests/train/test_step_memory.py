@@ -5,8 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from copiers import LateCopier
 from datasets import Dataset
+from host_copies import HostCopies
 from peft import LoraConfig
 from resumed import adapter, assert_same_run, lines, make
 from transformers import TrainerCallback
@@ -32,10 +32,10 @@ class KillAt(TrainerCallback):
 
 
 @pytest.fixture
-def copier(monkeypatch):
-    copier = LateCopier()
-    monkeypatch.setattr(recorded_training, "keep_on_host", partial(keep_on_host, copier=copier))
-    return copier
+def copies(monkeypatch):
+    copies = HostCopies()
+    monkeypatch.setattr(recorded_training, "keep_on_host", partial(keep_on_host, on_host=copies))
+    return copies
 
 
 def test_a_run_with_mlps_in_tiles_is_resumed_bit_for_bit_and_raises_no_alarm(base, monkeypatch, tmp_path):
@@ -61,25 +61,25 @@ def test_a_run_with_mlps_in_tiles_is_resumed_bit_for_bit_and_raises_no_alarm(bas
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_layer_inputs_in_host_memory_change_no_run_and_it_may_go_on_without(base, copier, tmp_path, beta):
+def test_layer_inputs_in_host_memory_change_no_run_and_it_may_go_on_without(base, copies, tmp_path, beta):
     """With beta TRL disables checkpointing for the reference, and enables it again with all of the config's dict."""
     fields = CHECKPOINTED | {"beta": beta}
     with make(base, tmp_path / "straight", "fake", **fields) as straight:
         straight.train()
-    assert copier.sent == []
+    assert copies.sent == []
     trainer = make(base, tmp_path / "killed", "fake", **fields, **OFFLOAD)
     trainer.add_callback(KillAt())
     with pytest.raises(Killed):
         trainer.train()
-    sent = len(copier.sent)
+    sent = len(copies.sent)
     assert sent > 0
     with make(base, tmp_path / "killed", "fake", **fields) as trainer:
         trainer.train()
-    assert len(copier.sent) == sent
+    assert len(copies.sent) == sent
     assert_same_run(tmp_path / "killed", tmp_path / "straight")
 
 
-def test_layer_inputs_in_host_memory_change_no_offline_training(base, copier, tmp_path):
+def test_layer_inputs_in_host_memory_change_no_offline_training(base, copies, tmp_path):
     pairs = Dataset.from_list(
         [{"prompt": f"{a}+{a}=", "chosen": str(2 * a), "rejected": str(2 * a + 7)} for a in range(10, 26)]
     )
@@ -89,5 +89,5 @@ def test_layer_inputs_in_host_memory_change_no_offline_training(base, copier, tm
         with QLoRADPOTrainer(base, args=args, train_dataset=pairs, peft_config=lora) as trainer:
             trainer.train()
     plain, host = adapter(tmp_path / "plain"), adapter(tmp_path / "host")
-    assert len(copier.sent) > 0
+    assert len(copies.sent) > 0
     assert all(torch.equal(plain[name], host[name]) for name in plain)

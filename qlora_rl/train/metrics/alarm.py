@@ -21,16 +21,15 @@ from trl.trainer.utils import split_pixel_values_by_grid
 
 from qlora_rl.contracts import SamplingSpec
 from qlora_rl.distributed import ranks
-from qlora_rl.errors import ConfigConflictError, PolicyMismatchError
+from qlora_rl.errors import PolicyMismatchError
 from qlora_rl.fidelity import Fidelity
 from qlora_rl.sync.mismatch_debugger import Diagnosis, MismatchDebugger, Sampled
 from qlora_rl.sync.truncated_sampling import TRUNCATING, TruncatedSampling
-from qlora_rl.train.rollouts.engine_link import Link
+from qlora_rl.train.rollouts.engine_link import Link, check_on_mismatch
 from qlora_rl.train.setup.settings import autocast_dtype
 
 logger = logging.getLogger(__name__)
 
-ON_MISMATCH = ("stop", "warn")
 # Scaled differences (fidelity.scaled_differences) in the dtype in which the engine multiplies. `usual`: a first batch
 # below it needs no examination, and what is below it is rounding where nothing is shown to be wrong. `least`: no
 # threshold goes below it. `most`: no noise goes above it.
@@ -79,7 +78,7 @@ class MismatchAlarm:
         expected: Sequence[str] = (),
         rounding: float = 0.0,
     ):
-        check_word(on_mismatch)
+        check_on_mismatch(on_mismatch)
         self.on_mismatch = on_mismatch
         self.expected = tuple(expected)
         self.threshold: float | None = None
@@ -233,16 +232,6 @@ class MismatchAlarm:
         )
         error.cause = found.cause
         raise error
-
-
-def check_word(on_mismatch: str) -> None:
-    """Reject another word.
-
-    Raises:
-        ConfigConflictError: it is none of `ON_MISMATCH`.
-    """
-    if on_mismatch not in ON_MISMATCH:
-        raise ConfigConflictError(f"reading the arguments: on_mismatch={on_mismatch!r} is not one of {ON_MISMATCH}.")
 
 
 def filters_of(sampling: SamplingSpec, truncated: TruncatedSampling | None = None) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ def trained_weights(model: Any) -> dict[str, torch.Tensor]:
     """
     trained = _trained(model)
     tensors = list(trained.values())
-    gather = _zero().masters if has_masters(tensors) else whole
+    gather = of_deepspeed().masters if has_masters(tensors) else whole
     if not (is_bare(model) and is_gathered(model)):
         return dict(zip(trained, gather(tensors), strict=True))
     found = {}
@@ -52,7 +52,8 @@ def has_masters(parameters: Sequence[torch.nn.Parameter]) -> bool:
     return bool(parameters) and any(hasattr(parameters[0], name) for name in ("_z3_optimizer", "_hp_mapping"))
 
 
-def _zero() -> Any:
+def of_deepspeed() -> Any:
+    """What only DeepSpeed's ZeRO needs, and imports."""
     from qlora_rl.train.ranks import zero
 
     return zero
@@ -65,7 +66,7 @@ def load_weights(model: Any, directory: Path) -> None:
     names = {name: name for name in trained} if is_whole else saved_names(model)
     for name, of_file in names.items():
         if has_masters([trained[name]]):
-            _zero().put_master(saved[of_file], trained[name])
+            of_deepspeed().put_master(saved[of_file], trained[name])
         else:
             put(saved[of_file], trained[name])
 

@@ -159,7 +159,7 @@ class EngineBridge:
     def is_overtaken(self) -> bool:
         """The engine serves another version than was pushed last, on any rank: it has lost it, or has another owner,
         too. All ranks ask."""
-        found = self._anywhere(self.engine.version != self.serves, "asking which version serves")
+        found = any(ranks().gather(self.engine.version != self.serves, "asking which version serves"))
         if found:
             logger.warning(
                 "the engine serves version %d, and version %d was pushed last: the policy is pushed again. An engine "
@@ -304,16 +304,13 @@ class EngineBridge:
     def _prove(self) -> None:
         """Verify the policy again where the engine is not the one it was verified on."""
         # What it takes all ranks do together, though each may have an engine of its own.
-        if self._anywhere(self.engine.incarnation != self._verified, "asking whether an engine is another one"):
+        is_another = self.engine.incarnation != self._verified
+        if any(ranks().gather(is_another, "asking whether an engine is another one")):
             self.strategy.verify()
             self._verified = self.engine.incarnation
             if self._serves is not None:  # full weights that were lost were pushed again
                 self._serves = self.engine.version
                 self._pushed = (self._serves, self._pushed[1])
-
-    @staticmethod
-    def _anywhere(found: bool, doing: str) -> bool:
-        return found if ranks().size == 1 else any(ranks().gather(found, doing))
 
     def wake(self) -> None:
         """Undo `rest`."""

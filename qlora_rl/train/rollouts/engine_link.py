@@ -1,5 +1,6 @@
-"""`EngineChoice`: the engine that `rollout=` names: started here, connected to, or passed in. `Link`: a policy and an
-engine, verified to hold one base, and everything that keeps them equal."""
+"""`OnlineOptions`: what trainers that sample, and `attach`, take in addition to TRL's arguments. `EngineChoice`: the
+engine that `rollout=` names: started here, connected to, or passed in. `Link`: a policy and an engine, verified to hold
+one base, and everything that keeps them equal."""
 
 from __future__ import annotations
 
@@ -26,15 +27,66 @@ from qlora_rl.stages import begin
 from qlora_rl.sync.base_check import BaseCheck, verify_base
 from qlora_rl.sync.canary import Canary, SeenPrompt
 from qlora_rl.sync.function_check import FunctionCheck
-from qlora_rl.sync.plan import SyncPlan, plan_sync
+from qlora_rl.sync.plan import WISHES, SyncPlan, plan_sync
 from qlora_rl.sync.strategies import AdapterSync
 from qlora_rl.sync.transports import transport_for
 from qlora_rl.train.rollouts.bridge import EngineBridge
 from qlora_rl.train.run import SYNCS, RunDirectory
-from qlora_rl.train.run.recorded_training import products_of
-from qlora_rl.train.setup.engine_order import closer
+from qlora_rl.train.run.recorded_training import check_adapter_dtype, products_of
+from qlora_rl.train.setup.engine_order import SHARE, closer
 from qlora_rl.train.setup.processes import check_common_base
 from qlora_rl.train.setup.settings import autocast_dtype
+
+ON_MISMATCH = ("stop", "warn")
+
+
+@dataclass(frozen=True)
+class OnlineOptions:
+    """The keyword arguments that our online trainers add to TRL's; `QLoRAGRPOTrainer` says what each means."""
+
+    rollout: str | list[str] | RolloutEngine = "colocate"
+    sync: str = "auto"
+    adapter_dtype: str = "float32"
+    engine_options: dict[str, Any] | None = None
+    sync_dir: str | os.PathLike[str] | None = None
+    existing_run: str = "reject"
+    allow_base_mismatch: bool = False
+    canary_every: int = 4
+    on_mismatch: str = "stop"
+    share_base: bool | str = "auto"
+    gpu_memory: str | float = "auto"
+    api_key_file: str | os.PathLike[str] | None = None
+    remove_padding: bool = True
+    routing_replay: bool = False
+
+    def check(self) -> None:
+        """Raises: ConfigConflictError: a word or number that means nothing."""
+        check_adapter_dtype(self.adapter_dtype)
+        check_on_mismatch(self.on_mismatch)
+        if self.sync not in WISHES:
+            raise ConfigConflictError(
+                f"reading the arguments: sync={self.sync!r} is not one of {WISHES}. Use 'auto'; nothing is ever merged "
+                "here."
+            )
+        if self.sync_dir is not None and isinstance(self.rollout, str | list) and not is_here(self.rollout):
+            raise ConfigConflictError(
+                f"reading the arguments: sync_dir={str(self.sync_dir)!r}, and rollout={self.rollout!r} is sent its "
+                "adapters, which are written into no directory of yours. Leave sync_dir out."
+            )
+        if self.share_base not in SHARE:
+            raise ConfigConflictError(f"reading the arguments: share_base={self.share_base!r} is not one of {SHARE}.")
+        if self.canary_every < 0:
+            raise ConfigConflictError(f"reading the arguments: canary_every={self.canary_every} < 0. Use 0 for none.")
+
+
+def check_on_mismatch(on_mismatch: str) -> None:
+    """Reject another word.
+
+    Raises:
+        ConfigConflictError: it is none of `ON_MISMATCH`.
+    """
+    if on_mismatch not in ON_MISMATCH:
+        raise ConfigConflictError(f"reading the arguments: on_mismatch={on_mismatch!r} is not one of {ON_MISMATCH}.")
 
 
 class EngineChoice:
@@ -256,12 +308,7 @@ def link_policy(
     engine: RolloutEngine | None,
     args: Any,
     sampling: SamplingSpec,
-    *,
-    sync: str = "auto",
-    sync_dir: str | os.PathLike[str] | None = None,
-    canary_every: int = 4,
-    allow_base_mismatch: bool = False,
-    on_mismatch: str = "stop",
+    options: OnlineOptions,
 ) -> Link:
     """Judge the adapter, start the engine if there is none, verify the base and what is computed with it, calibrate the
     canary; nothing is pushed yet.
@@ -275,7 +322,7 @@ def link_policy(
         engine: that runs already.
         args: of TRL: seed, precision, sleep.
         sampling: how completions are sampled.
-        sync, sync_dir, canary_every, allow_base_mismatch, on_mismatch: as the trainers take them.
+        options: how the policy is sent, and how that is checked.
 
     Raises:
         AdapterRejectedError, BaseMismatchError, CanaryError, ConfigConflictError, PolicyMismatchError: with the way
@@ -286,40 +333,47 @@ def link_policy(
     try:
         verdict = _WHOLE if is_bare(model) else judge_adapter(model)
         # Raises before an engine is started that is not there yet.
-        is_dense = bool(why_dense(plan_sync(verdict, wish=sync), base))
-        if is_dense and sync_dir is not None:
+        is_dense = bool(why_dense(plan_sync(verdict, wish=options.sync), base))
+        if is_dense and options.sync_dir is not None:
             raise ConfigConflictError(
-                f"choosing the transport: sync_dir={str(sync_dir)!r}, and full weights are sent, which are written "
-                "into no directory of yours. Leave it out."
+                f"choosing the transport: sync_dir={str(options.sync_dir)!r}, and full weights are sent, which are "
+                "written into no directory of yours. Leave it out."
             )
         if engine is None:
             engine = choice.start_dense(base) if is_dense else choice.start(base, verdict.rank)
-        plan_sync(verdict, engine.capabilities(), wish=sync)  # before the bases are read
+        plan_sync(verdict, engine.capabilities(), wish=options.sync)  # before the bases are read
         begin("verifying that trainer and engine hold one base")
-        base_check = verify_base(model, engine, allow_base_mismatch=allow_base_mismatch)
+        base_check = verify_base(model, engine, allow_base_mismatch=options.allow_base_mismatch)
         check_common_base(base_check.ours.digest)
-        plan = plan_sync(verdict, engine.capabilities(), base_check.diff, sync, allow_base_mismatch=allow_base_mismatch)
+        plan = plan_sync(
+            verdict,
+            engine.capabilities(),
+            base_check.diff,
+            options.sync,
+            allow_base_mismatch=options.allow_base_mismatch,
+        )
         canary, function, rounding = None, None, 0.0
         if base_check.is_verified:
-            function = FunctionCheck(model, engine, autocast=autocast_dtype(args), on_mismatch=on_mismatch)
+            function = FunctionCheck(model, engine, autocast=autocast_dtype(args), on_mismatch=options.on_mismatch)
             begin("comparing what trainer and engine compute")
             function.compare()
             rounding = max(ranks().gather(function.rounding, "measuring rounding"))  # they examine together
-            if canary_every:
-                canary = _canary(model, base, engine, args, canary_every, function)
+            if options.canary_every:
+                canary = _canary(model, base, engine, args, options.canary_every, function)
         if is_dense:
             from qlora_rl.sync.full_weights import DenseSync
 
             strategy = DenseSync(model, cast(DenseEngine, engine), canary)
         else:
-            strategy = AdapterSync(model, engine, _transport(plan.transport, sync_dir, engine), canary)
+            strategy = AdapterSync(model, engine, _transport(plan.transport, options.sync_dir, engine), canary)
         can_sleep = engine.capabilities().can_sleep
         sleeps, limit = args.vllm_enable_sleep_mode and can_sleep, function_limit(model.config)
         bridge = EngineBridge(engine, strategy, sampling, seed=args.seed, sleeps=sleeps, limit=limit)
         logger.info("%s", plan)
         if canary is None:
             logger.warning(
-                "pushes are not verified: %s", "canary_every=0" if not canary_every else "another base is allowed"
+                "pushes are not verified: %s",
+                "canary_every=0" if not options.canary_every else "another base is allowed",
             )
         if args.vllm_enable_sleep_mode and not can_sleep:
             logger.warning(

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import logging
 import math
@@ -13,7 +12,6 @@ import os
 import platform
 import re
 import shutil
-import tempfile
 import time
 import uuid
 import weakref
@@ -27,7 +25,7 @@ from qlora_rl.adapter.store import write_origin
 from qlora_rl.cpu_features import processor
 from qlora_rl.documents import read_object
 from qlora_rl.errors import ConfigConflictError, RunDirectoryError
-from qlora_rl.locks import flush
+from qlora_rl.locks import flush, hold, replace_file
 from qlora_rl.train.run import checkpoints
 from qlora_rl.train.run.log import LOG
 
@@ -38,8 +36,6 @@ FINGERPRINTS = "fingerprints.json"
 ROLLOUTS = "rollouts.json"  # of some steps, for people
 SESSION = "session"  # with a server
 MODEL = "model"  # of a base that was trained itself
-# Hidden while they are written or removed; eight random characters follow the first.
-_STAGING, _MODELS = f".{ADAPTER}-", (f".{MODEL}-new", f".{MODEL}-old")
 _CLAIMS = 100  # tries, each of which another process was faster in
 EXISTING = ("reject", "overwrite", "continue", "resume")
 
@@ -88,17 +84,15 @@ class RunDirectory:
 
     def _tidy(self) -> None:
         """After a kill: the adapter or model that was being replaced gets its name back, what is half written goes."""
-        sampled = f"{_STAGING}{'?' * 8}"
-        for old in self.path.glob(f"{sampled}-old"):
-            if not (self.path / ADAPTER).exists():
-                os.rename(old, self.path / ADAPTER)
-        if (old := self.path / _MODELS[1]).exists() and not (self.path / MODEL).exists():
-            os.rename(old, self.path / MODEL)
-        for hidden in (sampled, f"{sampled}-old", *_MODELS):
-            for directory in self.path.glob(hidden):
+        for name in (ADAPTER, MODEL):
+            target, (new, old) = self.path / name, self._hidden(name)
+            if old.exists() and not target.exists():
+                os.rename(old, target)
+            for directory in (new, old):
                 shutil.rmtree(directory, ignore_errors=True)
         for name in (CONFIG, SUMMARY, FINGERPRINTS, ROLLOUTS):
-            (self.path / f".{name}.tmp").unlink(missing_ok=True)
+            for file in self.path.glob(f".{name}.*.tmp"):
+                file.unlink(missing_ok=True)
 
     def begin(self) -> None:
         """The run really starts: what it is to overwrite goes now, when nothing can be rejected any more."""
@@ -179,14 +173,8 @@ class RunDirectory:
 
     def write_json(self, name: str, content: Mapping[str, Any] | list[Any]) -> None:
         """Replace a JSON file; readers see the old one or the new one."""
-        text = json.dumps(_plain(content), indent=1, default=str)
-        staging = self.path / f".{name}.tmp"
-        try:
-            staging.write_text(text)
-            os.replace(staging, self.path / name)
-        except OSError as error:
-            staging.unlink(missing_ok=True)
-            raise _unwritable(self.path / name, error) from error
+        with _writing(self.path / name):
+            replace_file(self.path / name, json.dumps(_plain(content), indent=1, default=str).encode())
 
     def append(self, name: str, content: Mapping[str, Any]) -> None:
         """Add one line to a .jsonl file: all of it, or nothing; after a line that a power cut has torn, a new one."""
@@ -213,26 +201,18 @@ class RunDirectory:
         from qlora_rl.adapter.export import settle_patterns
         from qlora_rl.adapter.inspected import active_adapter
 
-        target = self.path / ADAPTER
-        try:
-            staging = Path(tempfile.mkdtemp(prefix=_STAGING, dir=self.path))
-            try:
-                name = active_adapter(model)
-                gathered = {} if weights is None else {"state_dict": dict(weights)}
-                model.save_pretrained(staging, save_embedding_layers=False, selected_adapters=[name], **gathered)
-                # PEFT nests every adapter that is not called "default".
-                saved = staging / name if (staging / name).is_dir() else staging
-                settle_patterns(model, saved)
-                if base_identity:
-                    write_origin(saved, base_identity)
-                saved.chmod(0o755)
-                self._put(saved, target, self.path / f"{staging.name}-old")
-            finally:
-                shutil.rmtree(staging, ignore_errors=True)
-        # safetensors reports a full disk as its own error type, which is no OSError.
-        except Exception as error:
-            raise _unwritable(target, error) from error
-        return target
+        with self._replaced(ADAPTER) as directory:
+            name = active_adapter(model)
+            gathered = {} if weights is None else {"state_dict": dict(weights)}
+            model.save_pretrained(directory, save_embedding_layers=False, selected_adapters=[name], **gathered)
+            if (nested := directory / name).is_dir():  # of every adapter that is not called "default"
+                for file in nested.iterdir():
+                    file.rename(directory / file.name)
+                nested.rmdir()
+            settle_patterns(model, directory)
+            if base_identity:
+                write_origin(directory, base_identity)
+        return self.path / ADAPTER
 
     def save_model(self, model: Any, base: Path, weights: Mapping[str, Any] | None = None) -> Path:
         """Save a model that was trained itself to `model/`, with the tokenizer of its base; the one before it stays
@@ -243,33 +223,39 @@ class RunDirectory:
             base: directory of the base that it was.
             weights: of the model, where they were gathered.
         """
-        target, (staging, old) = self.path / MODEL, map(self.path.joinpath, _MODELS)
-        try:
-            for directory in (staging, old):
-                shutil.rmtree(directory, ignore_errors=True)
-            model.save_pretrained(staging, **({} if weights is None else {"state_dict": dict(weights)}))
+        with self._replaced(MODEL) as directory:
+            model.save_pretrained(directory, **({} if weights is None else {"state_dict": dict(weights)}))
             for file in (*base.glob("*token*"), *base.glob("*.jinja"), *base.glob("vocab*"), *base.glob("merges*")):
                 if file.is_file():
-                    shutil.copy(file, staging / file.name)
-            self._put(staging, target, old)
+                    shutil.copy(file, directory / file.name)
+        return self.path / MODEL
+
+    def _hidden(self, name: str) -> tuple[Path, Path]:
+        """What is to become a directory of the run, and what it was before, while one takes the other's place."""
+        return self.path / f".{name}-new", self.path / f".{name}-old"
+
+    @contextlib.contextmanager
+    def _replaced(self, name: str) -> Iterator[Path]:
+        """A new directory, which has the name when the block has ended and all of it is on the disk."""
+        target, (new, old) = self.path / name, self._hidden(name)
+        try:
+            for directory in (new, old):
+                shutil.rmtree(directory, ignore_errors=True)
+            new.mkdir()
+            yield new
+            checkpoints.flush_all(new)
+            if target.exists():
+                os.rename(target, old)
+            os.rename(new, target)
+            flush(self.path)
+        # safetensors reports a full disk as its own error type, which is no OSError.
         except Exception as error:
             raise _unwritable(target, error) from error
         finally:
-            shutil.rmtree(staging, ignore_errors=True)
-        return target
-
-    def _put(self, saved: Path, target: Path, old: Path) -> None:
-        """Give `target` what is saved; what it held is called `old` until then, and goes."""
-        checkpoints.flush_all(saved)
-        try:
-            if target.exists():
-                os.rename(target, old)
-            os.rename(saved, target)
-        finally:
             if not target.exists() and old.exists():
                 os.rename(old, target)
-            shutil.rmtree(old, ignore_errors=True)
-        flush(self.path)
+            for directory in (new, old):
+                shutil.rmtree(directory, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -399,26 +385,23 @@ class _Hold:
     watches_forks = False
 
     def __init__(self, path: Path):
-        self._handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        self._close = weakref.finalize(self, os.close, self._handle)
-        if not _Hold.watches_forks:
-            os.register_at_fork(after_in_child=_Hold.leave)
-            _Hold.watches_forks = True
         try:
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            handle = hold(path, alone=True)
         except BlockingIOError as error:
             raise RunDirectoryError(
                 f"opening a run directory: another process trains in {path}. Wait for it, stop it, or choose another "
                 "output_dir ([run] dir in a run's file)."
             ) from error
-        except OSError as error:  # a file system without locks
-            logger.debug("%s cannot be locked: %s", path, error)
+        self._close = weakref.finalize(self, os.close, handle)
+        if not _Hold.watches_forks:
+            os.register_at_fork(after_in_child=_Hold.leave)
+            _Hold.watches_forks = True
 
     @classmethod
     def leave(cls) -> None:
         """A forked process may outlive a trainer that is killed, and does not hold its directory."""
-        for hold in list(cls.held.values()):
-            hold._close()
+        for held in list(cls.held.values()):
+            held._close()
         cls.held.clear()
 
     @classmethod
@@ -428,10 +411,10 @@ class _Hold:
         Raises:
             RunDirectoryError: another process holds it.
         """
-        hold = cls.held.get(path.resolve())
-        if hold is None:
-            hold = cls.held[path.resolve()] = cls(path)
-        return hold
+        where = path.resolve()
+        if (held := cls.held.get(where)) is None:
+            held = cls.held[where] = cls(where)
+        return held
 
 
 def _claim(choose: Callable[[], str]) -> tuple[Path, bool, _Hold]:

@@ -39,6 +39,7 @@ from qlora_rl.train.ranks.sharded import (
     is_gathered,
     load_optimizer,
     load_weights,
+    of_deepspeed,
     save_optimizer,
     trained_weights,
 )
@@ -263,7 +264,7 @@ class Resumable:
         """transformers'; what DeepSpeed makes of it no longer says which parameter was which."""
         optimizer = super().create_optimizer(*args, **kwargs)
         if self.is_deepspeed_enabled:
-            self._groups = _zero().groups_of(optimizer)
+            self._groups = of_deepspeed().groups_of(optimizer)
         return optimizer
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
@@ -271,9 +272,9 @@ class Resumable:
         have written."""
         if not self.is_deepspeed_enabled:
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        with _zero().base_stays(self.model):
+        with of_deepspeed().base_stays(self.model):
             prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
-        _zero().gather_what_is_read(self.model)
+        of_deepspeed().gather_what_is_read(self.model)
         if resume_from_checkpoint is not None:
             self._load_from_checkpoint(resume_from_checkpoint)
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
@@ -282,7 +283,7 @@ class Resumable:
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         files = Path(output_dir) / OPTIMIZER, Path(output_dir) / SCHEDULER
         if self.is_deepspeed_enabled:
-            _zero().save_optimizer(self._groups, self.optimizer, self.lr_scheduler, *files)
+            of_deepspeed().save_optimizer(self._groups, self.optimizer, self.lr_scheduler, *files)
         elif ranks().size == 1:
             super()._save_optimizer_and_scheduler(output_dir)
         else:
@@ -294,7 +295,7 @@ class Resumable:
             return
         if self.is_deepspeed_enabled:
             files = Path(checkpoint) / OPTIMIZER, Path(checkpoint) / SCHEDULER
-            _zero().load_optimizer(self._groups, self.optimizer, self.lr_scheduler, *files)
+            of_deepspeed().load_optimizer(self._groups, self.optimizer, self.lr_scheduler, *files)
         else:
             load_optimizer(self.optimizer, self.lr_scheduler, Path(checkpoint))
         entropy = Path(checkpoint) / ENTROPY  # of TRL's adaptive entropy bonus
@@ -424,12 +425,6 @@ def _digest(weights: Mapping[str, torch.Tensor]) -> str:
     """Of everything that is trained, with its name and dtype."""
     parts = [f"{name} {tensor.dtype} {digest_bytes(tensor)}" for name, tensor in weights.items()]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
-
-
-def _zero() -> Any:
-    from qlora_rl.train.ranks import zero
-
-    return zero
 
 
 class WrappedModel:
