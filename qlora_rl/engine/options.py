@@ -147,7 +147,6 @@ def start_options(
     """
     _check_options(vllm_options)
     rank = rank_class(max_lora_rank) if max_lora_rank else 0
-    version = compat.vllm_version()
     ranks = tensor_parallel_size
     prepared, config = _opened(base, ranks, vllm_options, trust_remote_code=trust_remote_code)
     base, is_4bit, is_cpu = prepared.path, prepared.spec.is_4bit, compat.platform_is_cpu()
@@ -180,20 +179,19 @@ def start_options(
         # must: it has its seed's generator set back, which torch's CPU generators cannot do, and vLLM 0.31 raises.
         # Remove when it does not.
         arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(_STEP_TOKENS, length)}
-    arguments |= _slots(rank, max_loras, base) if rank else {}
-    arguments |= _worker(config, is_cpu=is_cpu, both_ways=both_ways)
+    arguments |= (_slots(rank, max_loras, base) if rank else {}) | _worker(config, is_cpu=is_cpu, both_ways=both_ways)
     if prepared.spec.quantize_experts and not is_cpu:
         arguments["enforce_eager"] = _without_graphs(enforce_eager)
     if ranks > 1:
         arguments["distributed_executor_backend"] = "mp"  # also where Ray runs, which would place them by itself
     arguments |= _memory(kv_cache_gib, gpu_memory_utilization, vllm_options)
-    if images := image_tokens(base):
-        arguments |= _of_images(ranks, vllm_options)
+    images = image_tokens(base)
+    arguments |= _of_images(ranks, vllm_options) if images else {}
     return StartOptions(
         arguments | vllm_options,
         base,
         ranks,
-        version,
+        compat.vllm_version(),
         is_4bit,
         is_cpu,
         rank,

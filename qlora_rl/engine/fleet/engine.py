@@ -200,12 +200,8 @@ class Fleet(ClosedAtEnd):
                 rollout = each.generate([ids[i] for i in shares[each]], spec, places=shares[each], **named)
                 return replace(rollout, seconds=time.perf_counter() - begun)
 
-            answers = self._team.ask(
-                list(shares),
-                sample,
-                forgives=(VersionGoneError,) if named else (),
-                watches=True,
-            )
+            forgives = (VersionGoneError,) if named else ()
+            answers = self._team.ask(list(shares), sample, forgives=forgives, watches=True)
             # One that was taken back has the newest version alone: the others sample with the one before it.
             without |= {each: found for each, found in answers.items() if isinstance(found, VersionGoneError)}
             done = {each: found for each, found in answers.items() if each not in without}

@@ -366,26 +366,33 @@ def link_policy(
             strategy = DenseSync(model, cast(DenseEngine, engine), canary)
         else:
             strategy = AdapterSync(model, engine, _transport(plan.transport, options.sync_dir, engine), canary)
-        can_sleep = engine.capabilities().can_sleep
-        sleeps, limit = args.vllm_enable_sleep_mode and can_sleep, function_limit(model.config)
-        bridge = EngineBridge(engine, strategy, sampling, seed=args.seed, sleeps=sleeps, limit=limit)
+        sleeps = _sleeps(args, engine)
+        bridge = EngineBridge(
+            engine, strategy, sampling, seed=args.seed, sleeps=sleeps, limit=function_limit(model.config)
+        )
         logger.info("%s", plan)
         if canary is None:
             logger.warning(
                 "pushes are not verified: %s",
                 "canary_every=0" if not options.canary_every else "another base is allowed",
             )
-        if args.vllm_enable_sleep_mode and not can_sleep:
-            logger.warning(
-                "vllm_enable_sleep_mode=True: %s cannot sleep, it stays awake; before vLLM 0.31 no engine sleeps that "
-                "lends its base",
-                engine.capabilities().name,
-            )
     except BaseException:
         products.close()
         release(strategy, choice.closer(engine))
         raise
     return Link(engine, base_check, plan, strategy, bridge, choice.closer(engine), products, rounding)
+
+
+def _sleeps(args: Any, engine: RolloutEngine) -> bool:
+    """Whether the engine sleeps between rollouts; it is said where TRL's config asks for it and the engine cannot."""
+    can_sleep = engine.capabilities().can_sleep
+    if args.vllm_enable_sleep_mode and not can_sleep:
+        logger.warning(
+            "vllm_enable_sleep_mode=True: %s cannot sleep, it stays awake; before vLLM 0.31 no engine sleeps that "
+            "lends its base",
+            engine.capabilities().name,
+        )
+    return args.vllm_enable_sleep_mode and can_sleep
 
 
 def _canary(
