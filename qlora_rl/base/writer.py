@@ -263,9 +263,9 @@ def write_weights(
     total = nbytes = 0
     for name, weight in weights:
         if not bool(torch.isfinite(weight).all()):
+            way_out = "Write bfloat16 or float32." if weight.dtype == torch.float16 else "Its source has such values."
             raise ConfigConflictError(
-                f"writing weights: {name} is not finite in {str(weight.dtype).removeprefix('torch.')}. Write bfloat16 "
-                "or float32."
+                f"writing weights: {name} is not finite in {str(weight.dtype).removeprefix('torch.')}. {way_out}"
             )
         size = weight.numel() * weight.element_size()
         if held and nbytes + size > shard_bytes:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from qlora_rl.demo.pretraining import Progress, autocast, descend, made_once, numerics, printed
+from qlora_rl.demo.pretraining import Progress, autocast, descend, made_once, printed
 from qlora_rl.errors import QloraRLError
 from qlora_rl.stages import begin, ended, shown
 
@@ -70,7 +70,7 @@ def make_chat_model(
     schemas = [get_json_schema(tool) for tool in tools]
     recipe = {
         "version": 4, "steps": steps, "batch_size": batch_size, "hidden_size": hidden_size, "layers": layers,
-        "seed": seed, **numerics(),
+        "seed": seed,
         "text": hashlib.sha256(json.dumps([list(map(list, conversations)), schemas]).encode()).hexdigest(),
     }  # fmt: skip
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qlora_rl.demo.chat_model import learn_tokenizer
-from qlora_rl.demo.pretraining import Progress, autocast, descend, made_once, numerics
+from qlora_rl.demo.pretraining import Progress, autocast, descend, made_once
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -103,7 +103,6 @@ def make_picture_model(
     """
     recipe = {
         "version": 2, "pictures": pictures, "steps": steps, "batch_size": batch_size, "right": right, "seed": seed,
-        **numerics(),
     }  # fmt: skip
 
     def make() -> tuple[Any, Any]:

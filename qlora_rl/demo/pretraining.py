@@ -51,14 +51,14 @@ def made_once(
 ) -> Path:
     """The directory of a bf16 checkpoint that `make` trains, where that recipe's is not cached yet.
 
-    Another processor adds in another order: its weights differ, and so does the digest of its recipe. torch's random
+    Another processor adds in another order: its weights differ, and so does their name in the cache. torch's random
     state is left as it was.
 
     Args:
         kind: begins its name in the cache (`$QLORA_RL_CACHE`, else `~/.cache/qlora_rl`).
-        recipe: plain values that decide what it is, `numerics` among them.
+        recipe: plain values that decide what it is, but for `numerics`.
         out_dir: put a copy here instead of giving the directory in the cache, which is read-only; nothing may be there
-            but an earlier copy.
+            but an earlier copy, by whatever processor.
         seed: of what `make` does.
         make: trains the model; gives it, and its tokenizer or processor.
 
@@ -67,8 +67,9 @@ def made_once(
     """
     from qlora_rl.base.checkpoint import cache_root
 
-    digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
-    cached, out = cache_root() / f"{kind}-{digest[:12]}", None if out_dir is None else Path(out_dir)
+    digest = _digest(recipe)
+    cached = cache_root() / f"{kind}-{_digest([digest, numerics()])[:12]}"
+    out = None if out_dir is None else Path(out_dir)
     if out is not None and out.exists() and not (out.is_dir() and not any(out.iterdir())):
         if (out / _RECIPE).is_file() and json.loads((out / _RECIPE).read_text()) == digest:
             return out
@@ -92,6 +93,10 @@ def made_once(
         return cached
     put_directory(out, lambda target: shutil.copytree(cached, target, dirs_exist_ok=True))
     return out
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def put_directory(directory: Path, fill: Callable[[Path], object]) -> None:

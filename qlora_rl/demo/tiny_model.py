@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from qlora_rl.demo.pretraining import Progress, autocast, descend, made_once, numerics, printed
+from qlora_rl.demo.pretraining import Progress, autocast, descend, made_once, printed
 from qlora_rl.demo.task import LONGEST_ANSWER, Problem, problems
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def make_tiny_model(
         pretrain(model, tokenizer, recipe, progress)
         return model, tokenizer
 
-    return made_once("tiny", [asdict(recipe), text, numerics()], out_dir, seed, make)
+    return made_once("tiny", [asdict(recipe), text], out_dir, seed, make)
 
 
 def make_tokenizer() -> Qwen2Tokenizer:

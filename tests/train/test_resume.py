@@ -459,10 +459,10 @@ def test_several_processes_go_on_with_the_entropy_bonus_too(base, tmp_path, monk
 def test_what_a_kill_leaves_of_the_final_adapter_or_model_is_put_back_or_goes(tmp_path, is_there):
     """Between two renames of `save_adapter` or `save_model`, and after them; what is somebody else's stays."""
     for name in (
-        ".adapter-old",
-        ".adapter-new",
-        ".model-new",
-        ".model-old",
+        ".adapter-1a2b3c4d-old",
+        ".adapter-5e6f7a8b-new",
+        ".model-5e6f7a8b-new",
+        ".model-1a2b3c4d-old",
         ".adapter-of-mine",
         ".model",
     ):
@@ -475,5 +475,14 @@ def test_what_a_kill_leaves_of_the_final_adapter_or_model_is_put_back_or_goes(tm
             (tmp_path / name / "file").write_text("new")
     RunDirectory(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"adapter", "model", ".adapter-of-mine", ".model"}
-    for name, old in (("adapter", ".adapter-old"), ("model", ".model-old")):
+    for name, old in (("adapter", ".adapter-1a2b3c4d-old"), ("model", ".model-1a2b3c4d-old")):
         assert (tmp_path / name / "file").read_text() == ("new" if is_there else old)
+
+
+def test_an_earlier_adapter_that_cannot_be_removed_is_in_no_later_ones_way(tmp_path, base):
+    run = RunDirectory(tmp_path / "run")
+    policy = get_peft_model(load_base(base), LoraConfig(r=4, target_modules=["q_proj"]))
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "run" / "adapter").symlink_to(tmp_path / "elsewhere")  # which rmtree leaves alone
+    for _ in range(3):
+        assert (run.save_adapter(policy) / "adapter_model.safetensors").is_file()

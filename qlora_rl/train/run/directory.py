@@ -11,6 +11,7 @@ import math
 import os
 import platform
 import re
+import secrets
 import shutil
 import time
 import uuid
@@ -85,10 +86,11 @@ class RunDirectory:
     def _tidy(self) -> None:
         """After a kill: the adapter or model that was being replaced gets its name back, what is half written goes."""
         for name in (ADAPTER, MODEL):
-            target, (new, old) = self.path / name, self._hidden(name)
-            if old.exists() and not target.exists():
-                os.rename(old, target)
-            for directory in (new, old):
+            target = self.path / name
+            for old in self.path.glob(f".{name}-*old"):
+                if not target.exists():
+                    os.rename(old, target)
+            for directory in (*self.path.glob(f".{name}-*new"), *self.path.glob(f".{name}-*old")):
                 shutil.rmtree(directory, ignore_errors=True)
         for name in (CONFIG, SUMMARY, FINGERPRINTS, ROLLOUTS):
             for file in self.path.glob(f".{name}.*.tmp"):
@@ -230,17 +232,12 @@ class RunDirectory:
                     shutil.copy(file, directory / file.name)
         return self.path / MODEL
 
-    def _hidden(self, name: str) -> tuple[Path, Path]:
-        """What is to become a directory of the run, and what it was before, while one takes the other's place."""
-        return self.path / f".{name}-new", self.path / f".{name}-old"
-
     @contextlib.contextmanager
     def _replaced(self, name: str) -> Iterator[Path]:
         """A new directory, which has the name when the block has ended and all of it is on the disk."""
-        target, (new, old) = self.path / name, self._hidden(name)
+        target, unique = self.path / name, secrets.token_hex(4)  # what could not be removed is in nobody's way
+        new, old = self.path / f".{name}-{unique}-new", self.path / f".{name}-{unique}-old"
         try:
-            for directory in (new, old):
-                shutil.rmtree(directory, ignore_errors=True)
             new.mkdir()
             yield new
             checkpoints.flush_all(new)
