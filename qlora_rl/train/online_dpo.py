@@ -18,6 +18,7 @@ from collections import defaultdict
 from typing import Any
 
 import torch
+from accelerate.utils import DistributedType
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, TrainerCallback, set_seed
 from trl import maybe_apply_chat_template
@@ -184,6 +185,21 @@ class SampledPairs:
         ids = pad_sequence(tensors, batch_first=True, padding_value=pad, padding_side=side)
         mask = pad_sequence([torch.ones_like(t) for t in tensors], batch_first=True, padding_side=side)
         return ids.to(device), mask.to(device)
+
+    # --- the step ---------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's; the loss is that of a batch whose parts are accumulated: TRL divides for its log alone, and by what a
+        last batch may have less of."""
+        accelerator, parts = self.accelerator, self.current_gradient_accumulation_steps
+        backward = accelerator.backward
+        # DeepSpeed would divide a second time; transformers tells it the same.
+        scaling = {"scale_wrt_gas": False} if accelerator.distributed_type == DistributedType.DEEPSPEED else {}
+        accelerator.backward = lambda loss, **options: backward(loss / parts, **options, **scaling)
+        try:
+            return super().training_step(*args, **kwargs) * (self.args.gradient_accumulation_steps / parts)
+        finally:
+            del accelerator.backward  # the method is there again
 
     # --- the measurement --------------------------------------------------------------------------------------------
 

@@ -189,6 +189,54 @@ def test_online_dpo_trains_on_a_cut_prompt_and_with_checkpointing_accumulation_a
     assert_same(before, bytes_of_the_base(trainer.model))
 
 
+@pytest.fixture
+def gradients(make_online, exact, monkeypatch, plain, tmp_path):
+    """Of each optimizer step of online DPO: the gradient and the logged loss. What a prompt is given is the same in any
+    batch."""
+    base, engine = exact
+    real = engine.generate
+
+    def by_prompt(prompts, spec):
+        parts = [real([prompt], replace(spec, seed=i % 2, first_place=0)) for i, prompt in enumerate(prompts)]
+        lists = {name: [getattr(part, name)[0] for part in parts] for name in ("completion_ids", "logprobs", "has_ended")}
+        return replace(parts[0], **lists)
+
+    monkeypatch.setattr(engine, "generate", by_prompt)
+
+    class Keep(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model=None, **_):
+            kept.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad]).double())
+
+    kept = []
+
+    def compute(rows=4, **fields):
+        kept.clear()
+        own = {"learning_rate": 0.0, "max_grad_norm": 0.0, "bf16": False, "output_dir": str(tmp_path / "gradients")}
+        fields = own | fields
+        arguments = {"reward_funcs": fields.pop("reward_funcs", by_content), "existing_run": "overwrite"}
+        plan = {"model": base, "rollout": engine, "train_dataset": plain.select(range(rows)), "callbacks": [Keep()]}
+        with make_online("online_dpo", fields, **arguments, **plan) as trainer:
+            trainer.train()
+        return list(kept), [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+    return compute
+
+
+def by_content(completion_ids, **_):
+    """A reward that is the same in any batch."""
+    return [float(sum(ids) % 97) for ids in completion_ids]
+
+
+def test_an_accumulated_batch_has_the_gradient_and_loss_of_one_batch(gradients):
+    """Also at the end of an epoch, with one part of two. Of float32 sums in another order: within 1e-5."""
+    whole, of_whole = gradients(3, per_device_train_batch_size=2)
+    parts, of_parts = gradients(3, per_device_train_batch_size=1, gradient_accumulation_steps=2)
+    assert len(whole) == len(parts) == 2
+    for one, two in zip(whole, parts, strict=True):
+        assert (one - two).norm() < 1e-5 * one.norm()
+    assert of_parts == pytest.approx(of_whole, rel=1e-4)
+
+
 def test_the_reference_is_the_policy_as_it_came(make_online, adapted):
     trainer = make_online("online_dpo", {"max_steps": 4}, model=adapted, peft_config=None)
     start = adapter(adapted)
