@@ -12,6 +12,7 @@ vocabulary.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections import defaultdict
@@ -23,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, TrainerCallback, set_seed
 from trl import maybe_apply_chat_template
 from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
-from trl.trainer.utils import is_async_callable, use_adapter
+from trl.trainer.utils import is_async_callable, nanstd, use_adapter
 
 from qlora_rl.adapter.initialization import REFERENCE, copy_adapter, start_adapter
 from qlora_rl.adapter.inspected import active_adapter, is_bare
@@ -67,6 +68,7 @@ class SampledPairs:
     _is_built = False  # TRL's __init__ is over
     _of_reference: torch.Tensor | None = None
     _sampled: list[list[float | None]] | None = None
+    _mask_BT: torch.Tensor  # of the completions that were sampled last; TRL reads it after the rewards, for its loss
     _failures: list[RewardFunctionError] | None = None
 
     def _engine_options(self, args: Any) -> dict[str, Any]:
@@ -160,6 +162,7 @@ class SampledPairs:
         completions_BT, mask_BT = self._padded(whole, "right")
         lengths_B = torch.tensor([len(ids) for ids in completion_ids], device=mask_BT.device)
         mask_BT *= torch.arange(mask_BT.shape[1], device=mask_BT.device) < lengths_B[:, None]
+        self._mask_BT = mask_BT
         return prompts_BT, prompt_mask_BT, completions_BT, mask_BT, None
 
     def _missing_eos(self, completion_ids: list[list[int]]) -> list[list[int]]:
@@ -269,13 +272,47 @@ class SampledPairs:
         super()._restore_states(saved)
         self.stats |= saved["stats"]
 
+    def _guard_rewards(self) -> None:
+        super()._guard_rewards()
+        self._given: list[list[float | None]] = []  # what each function has said of the newest completions
+        self.reward_funcs = [
+            reward if isinstance(reward, torch.nn.Module) else self._keeping(reward) for reward in self.reward_funcs
+        ]
+
+    def _keeping(self, reward: Any) -> Any:
+        @functools.wraps(reward)
+        def call(**kwargs: Any) -> list[float | None]:
+            self._given.append(reward(**kwargs))
+            return self._given[-1]
+
+        return call
+
     def _calculate_rewards_from_functions(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """TRL's; what a reward function has raised on one rank is raised on all."""
+        """TRL's; what a reward function has raised on one rank is raised on all, and what teaches nothing is left
+        out."""
+        self._given.clear()
         rewards_B = super()._calculate_rewards_from_functions(*args, **kwargs)
         agree_on(self._failures)
-        (of_all_1B,) = batch_of_all_ranks(rewards_B[None])
-        self._record.add(reward=float(of_all_1B.mean()), reward_std=float(of_all_1B.std()))
+        if len(self._given) == len(self.reward_funcs):  # a model scores all; TRL makes None 0
+            are_scored = [any(value is not None for value in values) for values in zip(*self._given, strict=True)]
+            scores_B = rewards_B.where(torch.tensor(are_scored, device=rewards_B.device), math.nan)
+        else:
+            scores_B = rewards_B
+        (of_all_1B,) = batch_of_all_ranks(scores_B[None])
+        self._record.add(reward=float(of_all_1B.nanmean()), reward_std=float(nanstd(of_all_1B.flatten())))
+        if ranks().is_first:
+            self._look_at_rewards([(value,) for value in of_all_1B.flatten().tolist()])
+        self._leave_out_ties(scores_B, kwargs["completion_ids_list"])
         return rewards_B
+
+    def _leave_out_ties(self, scores_B: torch.Tensor, completion_ids: list[list[int]]) -> None:
+        """Of pairs with equal scores, and of pairs with one that has none (NaN), the loss sees no token: it does not
+        depend on the policy, and the mean is over all pairs as before."""
+        if self.args.missing_eos_penalty is not None:  # which TRL takes off next
+            is_cut = [not {*ids} & {*self.eos_token_ids} for ids in completion_ids]
+            scores_B = scores_B - self.args.missing_eos_penalty * torch.tensor(is_cut, device=scores_B.device)
+        first_P, second_P = scores_B.chunk(settings.PAIR)
+        self._mask_BT[((first_P - second_P).nan_to_num() == 0).repeat(settings.PAIR)] = 0
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """TRL's `log`, with ours."""

@@ -1,6 +1,7 @@
 """RLOO, online DPO and `attach` with FakeEngine: what they share with GRPO, and what is theirs alone."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -211,8 +212,8 @@ def gradients(make_online, exact, monkeypatch, plain, tmp_path):
 
     def compute(rows=4, **fields):
         kept.clear()
-        own = {"learning_rate": 0.0, "max_grad_norm": 0.0, "bf16": False, "output_dir": str(tmp_path / "gradients")}
-        fields = own | fields
+        own = {"max_steps": 1, "learning_rate": 0.0, "max_grad_norm": 0.0, "bf16": False}
+        fields = own | {"output_dir": str(tmp_path / "gradients")} | fields
         arguments = {"reward_funcs": fields.pop("reward_funcs", by_content), "existing_run": "overwrite"}
         plan = {"model": base, "rollout": engine, "train_dataset": plain.select(range(rows)), "callbacks": [Keep()]}
         with make_online("online_dpo", fields, **arguments, **plan) as trainer:
@@ -229,12 +230,59 @@ def by_content(completion_ids, **_):
 
 def test_an_accumulated_batch_has_the_gradient_and_loss_of_one_batch(gradients):
     """Also at the end of an epoch, with one part of two. Of float32 sums in another order: within 1e-5."""
-    whole, of_whole = gradients(3, per_device_train_batch_size=2)
-    parts, of_parts = gradients(3, per_device_train_batch_size=1, gradient_accumulation_steps=2)
+    whole, of_whole = gradients(3, max_steps=2, per_device_train_batch_size=2)
+    parts, of_parts = gradients(3, max_steps=2, per_device_train_batch_size=1, gradient_accumulation_steps=2)
     assert len(whole) == len(parts) == 2
     for one, two in zip(whole, parts, strict=True):
         assert (one - two).norm() < 1e-5 * one.norm()
     assert of_parts == pytest.approx(of_whole, rel=1e-4)
+
+
+def test_ties_and_unscored_completions_have_no_gradient(gradients):
+    """Each of the four pairs has the gradient that it has in a batch of which it alone is no tie."""
+
+    def only(left, without=0.0):
+        def reward(prompts, completion_ids, **_):
+            rewards = by_content(completion_ids)
+            return [value if prompt in left else without for prompt, value in zip(prompts, rewards, strict=True)]
+
+        return reward
+
+    prompts = [f"{10 + i}+{11 + i}=" for i in range(4)]
+    ((whole,), _) = gradients()
+    ((first,), _) = gradients(reward_funcs=only(prompts[:2]))
+    ((second,), loss) = gradients(reward_funcs=only(prompts[2:]))
+    ((unscored,), _) = gradients(reward_funcs=only(prompts[2:], None))
+    assert min(first.norm(), second.norm()) > 0.1 * whole.norm()
+    assert (first + second - whole).norm() < 1e-5 * whole.norm()  # float32 sums in another order
+    assert torch.equal(second, unscored)
+    assert loss == [pytest.approx(math.log(2), abs=1e-4)]
+
+
+def test_a_pair_that_the_penalty_makes_equal_has_no_gradient(gradients):
+    """TRL takes it off after the rewards: what offsets it leaves ties, and equal rewards leave none."""
+    ends = []
+
+    def offset(completion_ids, **_):
+        ends.extend(1 in ids for ids in completion_ids)
+        return [0.0 if 1 in ids else 4.0 for ids in completion_ids]
+
+    ((tied,), _) = gradients(reward_funcs=offset, missing_eos_penalty=4.0)
+    assert any(one != two for one, two in zip(ends[:4], ends[4:], strict=True))
+    assert tied.norm() == 0
+    ((apart,), _) = gradients(reward_funcs=lambda completions, **_: [0.0] * len(completions), missing_eos_penalty=4.0)
+    assert apart.norm() > 0
+
+
+@pytest.mark.parametrize(("reward", "said"), [(0.0, "are equal (0)"), (None, "are equal (nan)")])
+def test_online_dpo_says_that_nothing_is_learned_from_equal_rewards(reward, said, make_online, caplog):
+    rewards = {"reward_funcs": [lambda completions, **_: [reward] * len(completions)] * 2}
+    trainer = make_online("online_dpo", {"max_steps": 4}, **rewards)
+    trainer.train()
+    assert all(not p.any() for n, p in adapter(trainer.model).items() if "lora_B" in n)
+    assert [log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log] == [0.0] * 4
+    assert caplog.text.count(said) == 1
+    assert ("no completion of step 1 has a reward" in caplog.text) == (reward is None)
 
 
 def test_the_reference_is_the_policy_as_it_came(make_online, adapted):
