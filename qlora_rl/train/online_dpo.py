@@ -22,7 +22,7 @@ import torch
 from accelerate.utils import DistributedType
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, TrainerCallback, set_seed
-from trl import maybe_apply_chat_template
+from trl import is_conversational, maybe_apply_chat_template
 from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 from trl.trainer.utils import is_async_callable, nanstd, use_adapter
 
@@ -31,6 +31,7 @@ from qlora_rl.adapter.inspected import active_adapter, is_bare
 from qlora_rl.base.unsupported_configs import engine_positions
 from qlora_rl.contracts import RolloutEngine
 from qlora_rl.distributed import ranks
+from qlora_rl.engine.sampling import check_lengths
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, RewardFunctionError
 from qlora_rl.methods import METHODS
 from qlora_rl.sync.truncated_sampling import TruncatedSampling
@@ -74,8 +75,8 @@ class SampledPairs:
     def _engine_options(self, args: Any) -> dict[str, Any]:
         limit = AutoConfig.from_pretrained(self.base.path, trust_remote_code=args.trust_remote_code)
         positions = engine_positions(limit)
-        wanted = args.max_length + args.max_new_tokens  # as TRL
-        return settings.engine_options(args) | {"max_model_length": min(wanted, positions) if positions else wanted}
+        longest = min(args.max_length, positions) if positions else args.max_length
+        return settings.engine_options(args) | {"max_model_length": longest}
 
     def _model_for_trl(self, model: Any, peft_config: Any, args: Any) -> dict[str, Any]:
         self._metrics: dict[str, dict[str, list[float]]] = {"train": defaultdict(list), "eval": defaultdict(list)}
@@ -113,6 +114,7 @@ class SampledPairs:
 
     def _after_trl(self, args: Any) -> None:
         self._is_built = True
+        self.max_length = math.inf  # the prompts fit; TRL's `_forward` would cut columns of the padded batch
         self._truncated = TruncatedSampling.of(settings.sampling_spec(args))
         waits = [
             name
@@ -147,7 +149,11 @@ class SampledPairs:
         if self.state.global_step != self._last_loaded_step:
             self.sync()
         texts = [maybe_apply_chat_template({"prompt": prompt}, self.processing_class)["prompt"] for prompt in prompts]
-        ids = self.processing_class(text=texts, add_special_tokens=False)["input_ids"]
+        # The template has written a conversation's; text gets those of the tokenizer, as everywhere.
+        of_template = {"add_special_tokens": False} if is_conversational({"prompt": prompts[0]}) else {}
+        ids = self.processing_class(text=texts, **of_template)["input_ids"]
+        with ranks().together("generating"):
+            check_lengths(ids, self.args.max_length)
         # On their way the two of a prompt are neighbours: so the place of each, which its seed depends on, is its place
         # in one process too.
         prompt_ids, completion_ids, _, _ = self.bridge.generate([row for row in ids for _ in range(settings.PAIR)])
@@ -232,9 +238,6 @@ class SampledPairs:
         finally:
             hook.remove()
         logits_BTV = seen[0][:, -completion_ids.shape[1] - 1 : -1]
-        is_cut = logits_BTV.shape[1] < completion_ids.shape[1]  # max_length has left nothing of the prompts
-        if any(ranks().gather(is_cut, "measuring a rollout")):
-            return logprobs_BT
         ours_BT = torch.stack(
             [
                 self._sampled_logprobs(logits_TV.float() / self.temperature, ids_T)

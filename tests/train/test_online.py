@@ -9,6 +9,7 @@ import torch
 from datasets import Dataset
 from online_kinds import KINDS, TINY, by_place
 from test_models import NF4, adapter, assert_same, bytes_of_the_base
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
@@ -18,11 +19,15 @@ from qlora_rl import (
     ConfigConflictError,
     EngineClosedError,
     NotYetSupportedError,
+    PromptTooLongError,
     attach,
     load_base,
     prepare_base,
 )
 from qlora_rl.engine.fake import FakeEngine
+from qlora_rl.inference.prompts import encode
+
+ROWS = ("completion_ids", "logprobs")  # of a rollout, by completion
 
 
 def lines(run, name="metrics.jsonl"):
@@ -178,11 +183,10 @@ def test_the_pair_is_two_completions_of_each_prompt(make_online):
         {"gradient_checkpointing": True},
         {"gradient_accumulation_steps": 2},
         {"temperature": 1.0, "disable_dropout": False},
-        {"max_length": 4},  # the prompts are cut, as TRL does
     ],
     ids=str,
 )
-def test_online_dpo_trains_on_a_cut_prompt_and_with_checkpointing_accumulation_and_dropout(fields, make_online):
+def test_online_dpo_trains_with_checkpointing_accumulation_and_dropout(fields, make_online):
     trainer = make_online("online_dpo", fields)
     before = bytes_of_the_base(trainer.model)
     trainer.train()
@@ -199,8 +203,7 @@ def gradients(make_online, exact, monkeypatch, plain, tmp_path):
 
     def by_prompt(prompts, spec):
         parts = [real([prompt], replace(spec, seed=i % 2, first_place=0)) for i, prompt in enumerate(prompts)]
-        lists = {name: [getattr(part, name)[0] for part in parts] for name in ("completion_ids", "logprobs", "has_ended")}
-        return replace(parts[0], **lists)
+        return replace(parts[0], **{name: [getattr(part, name)[0] for part in parts] for name in (*ROWS, "has_ended")})
 
     monkeypatch.setattr(engine, "generate", by_prompt)
 
@@ -236,6 +239,54 @@ def test_an_accumulated_batch_has_the_gradient_and_loss_of_one_batch(gradients):
     for one, two in zip(whole, parts, strict=True):
         assert (one - two).norm() < 1e-5 * one.norm()
     assert of_parts == pytest.approx(of_whole, rel=1e-4)
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_text_begins_with_the_special_tokens_of_the_tokenizer_and_a_chat_with_those_of_its_template(
+    is_chat, make_online, base, heard_prompts
+):
+    tokenizer = AutoTokenizer.from_pretrained(base.path, padding_side="left")
+    start = tokenizer.convert_tokens_to_ids("<pad>")  # stands in for a BOS
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<pad> $A", special_tokens=[("<pad>", start)]
+    )
+    prompt = [{"role": "user", "content": "1+1="}] if is_chat else "1+1="
+    rows = Dataset.from_list([{"prompt": prompt}] * 4)
+    make_online("online_dpo", {"max_steps": 1}, processing_class=tokenizer, train_dataset=rows).train()
+    assert {tuple(ids) for ids in heard_prompts} == {tuple(encode(tokenizer, prompt))}
+    assert all((ids[0] == start) != is_chat for ids in heard_prompts)
+
+
+def test_a_prompt_that_leaves_no_room_within_max_length_is_rejected_before_anything_is_sampled(
+    make_online, heard_prompts, plain
+):
+    """Also by an engine that takes longer ones."""
+    rows = plain.select(range(4)).add_item({"prompt": "10+11+12=", "answer": "33"})
+    trainer = make_online("online_dpo", {"max_length": 7, "per_device_train_batch_size": 5}, train_dataset=rows)
+    with pytest.raises(PromptTooLongError, match=r"prompt \d has 9 tokens; max_model_length=7 .* max_length of Online"):
+        trainer.train()
+    assert heard_prompts == []
+
+
+def test_max_length_is_the_length_of_the_engine_and_cuts_no_prompt(make_online, colocate):
+    """Nor where the longest prompt and the longest completion are of two rows, and longer together."""
+    rows = Dataset.from_list([{"prompt": prompt} for prompt in ("1+1=", "12+34+56=", "2+1=", "3+1=")])
+    trainer = make_online("online_dpo", {"max_length": 11, "max_steps": 1}, train_dataset=rows, rollout="colocate")
+    widths = []
+    trainer.model.register_forward_pre_hook(lambda _, args: widths.append(args[0].shape[1]))
+    trainer.train()
+    (engine,) = colocate
+    assert engine.options["max_model_length"] == 11
+    assert set(widths) == {9 + 3}  # of the policy; of the reference it is the same module
+    assert lines(trainer.run)[0]["mismatch_kl"] < 1e-4
+
+
+@pytest.fixture
+def heard_prompts(engine, monkeypatch):
+    """What the engine was given, as token ids."""
+    heard, real = [], engine.generate
+    monkeypatch.setattr(engine, "generate", lambda prompts, *rest: heard.extend(prompts) or real(prompts, *rest))
+    return heard
 
 
 def test_ties_and_unscored_completions_have_no_gradient(gradients):
