@@ -222,19 +222,19 @@ class SampledPairs:
         arguments = (model, *batch)
         if sampled is None:
             known, self._of_reference = self._of_reference, None
-            return super()._forward(*arguments) if known is None else known
+            return self._logprobs(*arguments) if known is None else known
         if self._refers_to_wrapped():
             # Before the policy's: ZeRO-3 counts what the backward pass has to let go of, and a forward pass in between
             # counts again.
             with torch.no_grad():
-                self._of_reference = super()._forward(self.ref_model, *batch)
+                self._of_reference = self._logprobs(self.ref_model, *batch)
         self._note_rollout(*batch_of_all_ranks(completion_mask))
         if not self._compares:
-            return super()._forward(*arguments)
+            return self._logprobs(*arguments)
         seen: list[torch.Tensor] = []
         hook = model.register_forward_hook(lambda module, inputs, output: seen.append(output.logits.detach()))
         try:
-            logprobs_BT = super()._forward(*arguments)
+            logprobs_BT = self._logprobs(*arguments)
         finally:
             hook.remove()
         logits_BTV = seen[0][:, -completion_ids.shape[1] - 1 : -1]
@@ -255,6 +255,11 @@ class SampledPairs:
         }
         self._look_at("train", rollout, ours_BT)
         return logprobs_BT
+
+    def _logprobs(self, *arguments: Any) -> torch.Tensor:
+        """TRL's, 0 where nothing was sampled: TRL's loss leaves these places out, its KL, entropy and reward do not."""
+        completion_mask_BT = arguments[4]
+        return super()._forward(*arguments).masked_fill(completion_mask_BT == 0, 0.0)
 
     def _sampled_logprobs(self, logits_TV: torch.Tensor, ids_T: torch.Tensor) -> torch.Tensor:
         """As the engine reports them; TRL's loss takes those of the whole vocabulary."""

@@ -336,6 +336,31 @@ def test_online_dpo_says_that_nothing_is_learned_from_equal_rewards(reward, said
     assert ("no completion of step 1 has a reward" in caplog.text) == (reward is None)
 
 
+def test_kl_entropy_and_reward_are_of_what_was_sampled_alone(make_online, engine, monkeypatch):
+    """Completions of one to three tokens: padding adds nothing. Within what trainer and engine differ by, in bf16."""
+    real, heard = engine.generate, []
+
+    def shorter(*args, **kwargs):
+        rollout = real(*args, **kwargs)
+        cut = {name: [row[: 1 + i % 3] for i, row in enumerate(getattr(rollout, name))] for name in ROWS}
+        heard.append(replace(rollout, **cut))
+        return heard[-1]
+
+    monkeypatch.setattr(engine, "generate", shorter)
+    trainer = make_online("online_dpo", {"max_steps": 2, "temperature": 1.0, "learning_rate": 5e-2})
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "objective/entropy" in log]
+    for log, rollout in zip(logs, heard, strict=True):
+        entropy = -sum(map(sum, rollout.logprobs)) / len(rollout.logprobs)
+        assert log["objective/entropy"] == pytest.approx(entropy, rel=1e-2)
+        # The two sums that TRL makes of the same differences: all, and those of the chosen and the rejected alone.
+        assert log["objective/kl"] == pytest.approx(
+            (log["rewards/chosen"] + log["rewards/rejected"]) / 2 / 0.1, abs=1e-5
+        )
+        assert log["objective/non_score_reward"] == pytest.approx(-0.1 * log["objective/kl"], abs=1e-6)
+        assert log["objective/rlhf_reward"] == pytest.approx(0.5 - 0.1 * log["objective/kl"], abs=1e-6)
+
+
 def test_the_reference_is_the_policy_as_it_came(make_online, adapted):
     trainer = make_online("online_dpo", {"max_steps": 4}, model=adapted, peft_config=None)
     start = adapter(adapted)
