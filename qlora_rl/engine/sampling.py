@@ -211,7 +211,8 @@ def check_lengths(ids: Sequence[Sequence[int]], max_model_length: int) -> None:
         shown = ", ".join(reasons[:5]) + (f" and {len(reasons) - 5} more" if len(reasons) > 5 else "")
         raise PromptTooLongError(
             f"generating: {shown}; max_model_length={max_model_length} must hold the prompt and at least one token. "
-            "Shorten the prompts, or raise max_model_length (GRPOConfig.vllm_max_model_length).",
+            "Shorten the prompts, or raise max_model_length (vllm_max_model_length of GRPOConfig, max_length of "
+            "OnlineDPOConfig).",
             reasons=reasons,
         )
 

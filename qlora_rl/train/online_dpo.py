@@ -12,22 +12,26 @@ vocabulary.
 
 from __future__ import annotations
 
+import functools
+import math
 import os
 from collections import defaultdict
 from typing import Any
 
 import torch
+from accelerate.utils import DistributedType
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, TrainerCallback, set_seed
-from trl import maybe_apply_chat_template
+from trl import is_conversational, maybe_apply_chat_template
 from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
-from trl.trainer.utils import is_async_callable, use_adapter
+from trl.trainer.utils import is_async_callable, nanstd, use_adapter
 
 from qlora_rl.adapter.initialization import REFERENCE, copy_adapter, start_adapter
 from qlora_rl.adapter.inspected import active_adapter, is_bare
 from qlora_rl.base.unsupported_configs import engine_positions
 from qlora_rl.contracts import RolloutEngine
 from qlora_rl.distributed import ranks
+from qlora_rl.engine.sampling import check_lengths
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, RewardFunctionError
 from qlora_rl.methods import METHODS
 from qlora_rl.sync.truncated_sampling import TruncatedSampling
@@ -65,13 +69,14 @@ class SampledPairs:
     _is_built = False  # TRL's __init__ is over
     _of_reference: torch.Tensor | None = None
     _sampled: list[list[float | None]] | None = None
+    _mask_BT: torch.Tensor  # of the completions that were sampled last; TRL reads it after the rewards, for its loss
     _failures: list[RewardFunctionError] | None = None
 
     def _engine_options(self, args: Any) -> dict[str, Any]:
         limit = AutoConfig.from_pretrained(self.base.path, trust_remote_code=args.trust_remote_code)
         positions = engine_positions(limit)
-        wanted = args.max_length + args.max_new_tokens  # as TRL
-        return settings.engine_options(args) | {"max_model_length": min(wanted, positions) if positions else wanted}
+        longest = min(args.max_length, positions) if positions else args.max_length
+        return settings.engine_options(args) | {"max_model_length": longest}
 
     def _model_for_trl(self, model: Any, peft_config: Any, args: Any) -> dict[str, Any]:
         self._metrics: dict[str, dict[str, list[float]]] = {"train": defaultdict(list), "eval": defaultdict(list)}
@@ -109,6 +114,7 @@ class SampledPairs:
 
     def _after_trl(self, args: Any) -> None:
         self._is_built = True
+        self.max_length = math.inf  # the prompts fit; TRL's `_forward` would cut columns of the padded batch
         self._truncated = TruncatedSampling.of(settings.sampling_spec(args))
         waits = [
             name
@@ -143,7 +149,11 @@ class SampledPairs:
         if self.state.global_step != self._last_loaded_step:
             self.sync()
         texts = [maybe_apply_chat_template({"prompt": prompt}, self.processing_class)["prompt"] for prompt in prompts]
-        ids = self.processing_class(text=texts, add_special_tokens=False)["input_ids"]
+        # The template has written a conversation's; text gets those of the tokenizer, as everywhere.
+        of_template = {"add_special_tokens": False} if is_conversational({"prompt": prompts[0]}) else {}
+        ids = self.processing_class(text=texts, **of_template)["input_ids"]
+        with ranks().together("generating"):
+            check_lengths(ids, self.args.max_length)
         # On their way the two of a prompt are neighbours: so the place of each, which its seed depends on, is its place
         # in one process too.
         prompt_ids, completion_ids, _, _ = self.bridge.generate([row for row in ids for _ in range(settings.PAIR)])
@@ -158,6 +168,7 @@ class SampledPairs:
         completions_BT, mask_BT = self._padded(whole, "right")
         lengths_B = torch.tensor([len(ids) for ids in completion_ids], device=mask_BT.device)
         mask_BT *= torch.arange(mask_BT.shape[1], device=mask_BT.device) < lengths_B[:, None]
+        self._mask_BT = mask_BT
         return prompts_BT, prompt_mask_BT, completions_BT, mask_BT, None
 
     def _missing_eos(self, completion_ids: list[list[int]]) -> list[list[int]]:
@@ -184,6 +195,21 @@ class SampledPairs:
         mask = pad_sequence([torch.ones_like(t) for t in tensors], batch_first=True, padding_side=side)
         return ids.to(device), mask.to(device)
 
+    # --- the step ---------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's; the loss is that of a batch whose parts are accumulated: TRL divides for its log alone, and by what a
+        last batch may have less of."""
+        accelerator, parts = self.accelerator, self.current_gradient_accumulation_steps
+        backward = accelerator.backward
+        # DeepSpeed would divide a second time; transformers tells it the same.
+        scaling = {"scale_wrt_gas": False} if accelerator.distributed_type == DistributedType.DEEPSPEED else {}
+        accelerator.backward = lambda loss, **options: backward(loss / parts, **options, **scaling)
+        try:
+            return super().training_step(*args, **kwargs) * (self.args.gradient_accumulation_steps / parts)
+        finally:
+            del accelerator.backward  # the method is there again
+
     # --- the measurement --------------------------------------------------------------------------------------------
 
     def _forward(
@@ -196,25 +222,22 @@ class SampledPairs:
         arguments = (model, *batch)
         if sampled is None:
             known, self._of_reference = self._of_reference, None
-            return super()._forward(*arguments) if known is None else known
+            return self._logprobs(*arguments) if known is None else known
         if self._refers_to_wrapped():
             # Before the policy's: ZeRO-3 counts what the backward pass has to let go of, and a forward pass in between
             # counts again.
             with torch.no_grad():
-                self._of_reference = super()._forward(self.ref_model, *batch)
+                self._of_reference = self._logprobs(self.ref_model, *batch)
         self._note_rollout(*batch_of_all_ranks(completion_mask))
         if not self._compares:
-            return super()._forward(*arguments)
+            return self._logprobs(*arguments)
         seen: list[torch.Tensor] = []
         hook = model.register_forward_hook(lambda module, inputs, output: seen.append(output.logits.detach()))
         try:
-            logprobs_BT = super()._forward(*arguments)
+            logprobs_BT = self._logprobs(*arguments)
         finally:
             hook.remove()
         logits_BTV = seen[0][:, -completion_ids.shape[1] - 1 : -1]
-        is_cut = logits_BTV.shape[1] < completion_ids.shape[1]  # max_length has left nothing of the prompts
-        if any(ranks().gather(is_cut, "measuring a rollout")):
-            return logprobs_BT
         ours_BT = torch.stack(
             [
                 self._sampled_logprobs(logits_TV.float() / self.temperature, ids_T)
@@ -230,6 +253,11 @@ class SampledPairs:
         }
         self._look_at("train", rollout, ours_BT)
         return logprobs_BT
+
+    def _logprobs(self, *arguments: Any) -> torch.Tensor:
+        """TRL's, 0 where nothing was sampled: TRL's loss leaves these places out, its KL, entropy and reward do not."""
+        completion_mask_BT = arguments[4]
+        return super()._forward(*arguments).masked_fill(completion_mask_BT == 0, 0.0)
 
     def _sampled_logprobs(self, logits_TV: torch.Tensor, ids_T: torch.Tensor) -> torch.Tensor:
         """As the engine reports them; TRL's loss takes those of the whole vocabulary."""
@@ -250,13 +278,47 @@ class SampledPairs:
         super()._restore_states(saved)
         self.stats |= saved["stats"]
 
+    def _guard_rewards(self) -> None:
+        super()._guard_rewards()
+        self._given: list[list[float | None]] = []  # what each function has said of the newest completions
+        self.reward_funcs = [
+            reward if isinstance(reward, torch.nn.Module) else self._keeping(reward) for reward in self.reward_funcs
+        ]
+
+    def _keeping(self, reward: Any) -> Any:
+        @functools.wraps(reward)
+        def call(**kwargs: Any) -> list[float | None]:
+            self._given.append(reward(**kwargs))
+            return self._given[-1]
+
+        return call
+
     def _calculate_rewards_from_functions(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """TRL's; what a reward function has raised on one rank is raised on all."""
+        """TRL's; what a reward function has raised on one rank is raised on all, and what teaches nothing is left
+        out."""
+        self._given.clear()
         rewards_B = super()._calculate_rewards_from_functions(*args, **kwargs)
         agree_on(self._failures)
-        (of_all_1B,) = batch_of_all_ranks(rewards_B[None])
-        self._record.add(reward=float(of_all_1B.mean()), reward_std=float(of_all_1B.std()))
+        if len(self._given) == len(self.reward_funcs):  # a model scores all; TRL makes None 0
+            are_scored = [any(value is not None for value in values) for values in zip(*self._given, strict=True)]
+            scores_B = rewards_B.where(torch.tensor(are_scored, device=rewards_B.device), math.nan)
+        else:
+            scores_B = rewards_B
+        (of_all_1B,) = batch_of_all_ranks(scores_B[None])
+        self._record.add(reward=float(of_all_1B.nanmean()), reward_std=float(nanstd(of_all_1B.flatten())))
+        if ranks().is_first:
+            self._look_at_rewards([(value,) for value in of_all_1B.flatten().tolist()])
+        self._leave_out_ties(scores_B, kwargs["completion_ids_list"])
         return rewards_B
+
+    def _leave_out_ties(self, scores_B: torch.Tensor, completion_ids: list[list[int]]) -> None:
+        """Of pairs with equal scores, and of pairs with one that has none (NaN), the loss sees no token: it does not
+        depend on the policy, and the mean is over all pairs as before."""
+        if self.args.missing_eos_penalty is not None:  # which TRL takes off next
+            is_cut = [not {*ids} & {*self.eos_token_ids} for ids in completion_ids]
+            scores_B = scores_B - self.args.missing_eos_penalty * torch.tensor(is_cut, device=scores_B.device)
+        first_P, second_P = scores_B.chunk(settings.PAIR)
+        self._mask_BT[((first_P - second_P).nan_to_num() == 0).repeat(settings.PAIR)] = 0
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """TRL's `log`, with ours."""

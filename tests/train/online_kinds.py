@@ -12,8 +12,10 @@ from trl.experimental.online_dpo import OnlineDPOConfig
 
 
 def by_place(completions, **_):
-    """A reward that differs within every group and every pair of neighbours."""
-    return [float(i % 2) for i in range(len(completions))]
+    """A reward that differs within every pair of neighbours, and between every two that are half of all apart, which
+    online DPO compares."""
+    half = len(completions) // 2
+    return [float((i + (half % 2 == 0 and i >= half)) % 2) for i in range(len(completions))]
 
 
 TINY = tiny_training(max_steps=2)

@@ -1,6 +1,7 @@
 """RLOO, online DPO and `attach` with FakeEngine: what they share with GRPO, and what is theirs alone."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from datasets import Dataset
 from online_kinds import KINDS, TINY, by_place
 from test_models import NF4, adapter, assert_same, bytes_of_the_base
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
@@ -17,11 +19,15 @@ from qlora_rl import (
     ConfigConflictError,
     EngineClosedError,
     NotYetSupportedError,
+    PromptTooLongError,
     attach,
     load_base,
     prepare_base,
 )
 from qlora_rl.engine.fake import FakeEngine
+from qlora_rl.inference.prompts import encode
+
+ROWS = ("completion_ids", "logprobs")  # of a rollout, by completion
 
 
 def lines(run, name="metrics.jsonl"):
@@ -177,16 +183,182 @@ def test_the_pair_is_two_completions_of_each_prompt(make_online):
         {"gradient_checkpointing": True},
         {"gradient_accumulation_steps": 2},
         {"temperature": 1.0, "disable_dropout": False},
-        {"max_length": 4},  # the prompts are cut, as TRL does
     ],
     ids=str,
 )
-def test_online_dpo_trains_on_a_cut_prompt_and_with_checkpointing_accumulation_and_dropout(fields, make_online):
+def test_online_dpo_trains_with_checkpointing_accumulation_and_dropout(fields, make_online):
     trainer = make_online("online_dpo", fields)
     before = bytes_of_the_base(trainer.model)
     trainer.train()
     assert trainer.state.global_step == 2
     assert_same(before, bytes_of_the_base(trainer.model))
+
+
+@pytest.fixture
+def gradients(make_online, exact, monkeypatch, plain, tmp_path):
+    """Of each optimizer step of online DPO: the gradient and the logged loss. What a prompt is given is the same in any
+    batch."""
+    base, engine = exact
+    real = engine.generate
+
+    def by_prompt(prompts, spec):
+        parts = [real([prompt], replace(spec, seed=i % 2, first_place=0)) for i, prompt in enumerate(prompts)]
+        return replace(parts[0], **{name: [getattr(part, name)[0] for part in parts] for name in (*ROWS, "has_ended")})
+
+    monkeypatch.setattr(engine, "generate", by_prompt)
+
+    class Keep(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model=None, **_):
+            kept.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad]).double())
+
+    kept = []
+
+    def compute(rows=4, **fields):
+        kept.clear()
+        own = {"max_steps": 1, "learning_rate": 0.0, "max_grad_norm": 0.0, "bf16": False}
+        fields = own | {"output_dir": str(tmp_path / "gradients")} | fields
+        arguments = {"reward_funcs": fields.pop("reward_funcs", by_content), "existing_run": "overwrite"}
+        plan = {"model": base, "rollout": engine, "train_dataset": plain.select(range(rows)), "callbacks": [Keep()]}
+        with make_online("online_dpo", fields, **arguments, **plan) as trainer:
+            trainer.train()
+        return list(kept), [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+    return compute
+
+
+def by_content(completion_ids, **_):
+    """A reward that is the same in any batch."""
+    return [float(sum(ids) % 97) for ids in completion_ids]
+
+
+def test_an_accumulated_batch_has_the_gradient_and_loss_of_one_batch(gradients):
+    """Also at the end of an epoch, with one part of two. Of float32 sums in another order: within 1e-5."""
+    whole, of_whole = gradients(3, max_steps=2, per_device_train_batch_size=2)
+    parts, of_parts = gradients(3, max_steps=2, per_device_train_batch_size=1, gradient_accumulation_steps=2)
+    assert len(whole) == len(parts) == 2
+    for one, two in zip(whole, parts, strict=True):
+        assert (one - two).norm() < 1e-5 * one.norm()
+    assert of_parts == pytest.approx(of_whole, rel=1e-4)
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_text_begins_with_the_special_tokens_of_the_tokenizer_and_a_chat_with_those_of_its_template(
+    is_chat, make_online, base, heard_prompts
+):
+    tokenizer = AutoTokenizer.from_pretrained(base.path, padding_side="left")
+    start = tokenizer.convert_tokens_to_ids("<pad>")  # stands in for a BOS
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<pad> $A", special_tokens=[("<pad>", start)]
+    )
+    prompt = [{"role": "user", "content": "1+1="}] if is_chat else "1+1="
+    rows = Dataset.from_list([{"prompt": prompt}] * 4)
+    make_online("online_dpo", {"max_steps": 1}, processing_class=tokenizer, train_dataset=rows).train()
+    assert {tuple(ids) for ids in heard_prompts} == {tuple(encode(tokenizer, prompt))}
+    assert all((ids[0] == start) != is_chat for ids in heard_prompts)
+
+
+def test_a_prompt_that_leaves_no_room_within_max_length_is_rejected_before_anything_is_sampled(
+    make_online, heard_prompts, plain
+):
+    """Also by an engine that takes longer ones."""
+    rows = plain.select(range(4)).add_item({"prompt": "10+11+12=", "answer": "33"})
+    trainer = make_online("online_dpo", {"max_length": 7, "per_device_train_batch_size": 5}, train_dataset=rows)
+    with pytest.raises(PromptTooLongError, match=r"prompt \d has 9 tokens; max_model_length=7 .* max_length of Online"):
+        trainer.train()
+    assert heard_prompts == []
+
+
+def test_max_length_is_the_length_of_the_engine_and_cuts_no_prompt(make_online, colocate):
+    """Nor where the longest prompt and the longest completion are of two rows, and longer together."""
+    rows = Dataset.from_list([{"prompt": prompt} for prompt in ("1+1=", "12+34+56=", "2+1=", "3+1=")])
+    trainer = make_online("online_dpo", {"max_length": 11, "max_steps": 1}, train_dataset=rows, rollout="colocate")
+    widths = []
+    trainer.model.register_forward_pre_hook(lambda _, args: widths.append(args[0].shape[1]))
+    trainer.train()
+    (engine,) = colocate
+    assert engine.options["max_model_length"] == 11
+    assert set(widths) == {9 + 3}  # of the policy; of the reference it is the same module
+    assert lines(trainer.run)[0]["mismatch_kl"] < 1e-4
+
+
+@pytest.fixture
+def heard_prompts(engine, monkeypatch):
+    """What the engine was given, as token ids."""
+    heard, real = [], engine.generate
+    monkeypatch.setattr(engine, "generate", lambda prompts, *rest: heard.extend(prompts) or real(prompts, *rest))
+    return heard
+
+
+def test_ties_and_unscored_completions_have_no_gradient(gradients):
+    """Each of the four pairs has the gradient that it has in a batch of which it alone is no tie."""
+
+    def only(left, without=0.0):
+        def reward(prompts, completion_ids, **_):
+            rewards = by_content(completion_ids)
+            return [value if prompt in left else without for prompt, value in zip(prompts, rewards, strict=True)]
+
+        return reward
+
+    prompts = [f"{10 + i}+{11 + i}=" for i in range(4)]
+    ((whole,), _) = gradients()
+    ((first,), _) = gradients(reward_funcs=only(prompts[:2]))
+    ((second,), loss) = gradients(reward_funcs=only(prompts[2:]))
+    ((unscored,), _) = gradients(reward_funcs=only(prompts[2:], None))
+    assert min(first.norm(), second.norm()) > 0.1 * whole.norm()
+    assert (first + second - whole).norm() < 1e-5 * whole.norm()  # float32 sums in another order
+    assert torch.equal(second, unscored)
+    assert loss == [pytest.approx(math.log(2), abs=1e-4)]
+
+
+def test_a_pair_that_the_penalty_makes_equal_has_no_gradient(gradients):
+    """TRL takes it off after the rewards: what offsets it leaves ties, and equal rewards leave none."""
+    ends = []
+
+    def offset(completion_ids, **_):
+        ends.extend(1 in ids for ids in completion_ids)
+        return [0.0 if 1 in ids else 4.0 for ids in completion_ids]
+
+    ((tied,), _) = gradients(reward_funcs=offset, missing_eos_penalty=4.0)
+    assert any(one != two for one, two in zip(ends[:4], ends[4:], strict=True))
+    assert tied.norm() == 0
+    ((apart,), _) = gradients(reward_funcs=lambda completions, **_: [0.0] * len(completions), missing_eos_penalty=4.0)
+    assert apart.norm() > 0
+
+
+@pytest.mark.parametrize(("reward", "said"), [(0.0, "are equal (0)"), (None, "are equal (nan)")])
+def test_online_dpo_says_that_nothing_is_learned_from_equal_rewards(reward, said, make_online, caplog):
+    rewards = {"reward_funcs": [lambda completions, **_: [reward] * len(completions)] * 2}
+    trainer = make_online("online_dpo", {"max_steps": 4}, **rewards)
+    trainer.train()
+    assert all(not p.any() for n, p in adapter(trainer.model).items() if "lora_B" in n)
+    assert [log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log] == [0.0] * 4
+    assert caplog.text.count(said) == 1
+    assert ("no completion of step 1 has a reward" in caplog.text) == (reward is None)
+
+
+def test_kl_entropy_and_reward_are_of_what_was_sampled_alone(make_online, engine, monkeypatch):
+    """Completions of one to three tokens: padding adds nothing. Within what trainer and engine differ by, in bf16."""
+    real, heard = engine.generate, []
+
+    def shorter(*args, **kwargs):
+        rollout = real(*args, **kwargs)
+        cut = {name: [row[: 1 + i % 3] for i, row in enumerate(getattr(rollout, name))] for name in ROWS}
+        heard.append(replace(rollout, **cut))
+        return heard[-1]
+
+    monkeypatch.setattr(engine, "generate", shorter)
+    trainer = make_online("online_dpo", {"max_steps": 2, "temperature": 1.0, "learning_rate": 5e-2})
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "objective/entropy" in log]
+    for log, rollout in zip(logs, heard, strict=True):
+        entropy = -sum(map(sum, rollout.logprobs)) / len(rollout.logprobs)
+        assert log["objective/entropy"] == pytest.approx(entropy, rel=1e-2)
+        # The two sums that TRL makes of the same differences: all, and those of the chosen and the rejected alone.
+        assert log["objective/kl"] == pytest.approx(
+            (log["rewards/chosen"] + log["rewards/rejected"]) / 2 / 0.1, abs=1e-5
+        )
+        assert log["objective/non_score_reward"] == pytest.approx(-0.1 * log["objective/kl"], abs=1e-6)
+        assert log["objective/rlhf_reward"] == pytest.approx(0.5 - 0.1 * log["objective/kl"], abs=1e-6)
 
 
 def test_the_reference_is_the_policy_as_it_came(make_online, adapted):
