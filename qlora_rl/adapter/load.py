@@ -1,5 +1,5 @@
-"""`load_adapter`: a saved adapter on a loaded model, for inference; `add_frozen`: next to one that is trained;
-`open_adapter`: to be trained on; `make_lora`: the LoraConfig of a new one."""
+"""`load_adapter`: a saved adapter on a loaded model, for inference; `add_frozen`: next to one that is trained, without
+dropout (`stop_dropout`); `open_adapter`: to be trained on; `make_lora`: the LoraConfig of a new one."""
 
 from __future__ import annotations
 
@@ -66,18 +66,25 @@ def add_frozen(model: Any, directory: str | os.PathLike[str], name: str, *, base
     doing = f"loading the adapter {directory}"
     directory, config = _read(directory, base, doing)
     config.inference_mode = False  # which would freeze the other one
-    if hasattr(config, "lora_dropout"):
-        config.lora_dropout = 0.0
     trained = {n for n, parameter in model.named_parameters() if parameter.requires_grad}
     try:
         model.add_adapter(name, config)
         found = set_peft_model_state_dict(model, read_tensors(directory), adapter_name=name)
     except (RuntimeError, ValueError, KeyError) as error:
         raise AdapterRejectedError(f"{doing}: it cannot stand next to the adapter of the model: {error}") from error
+    stop_dropout(model, name)
     for n, parameter in model.named_parameters():
         parameter.requires_grad_(n in trained)
     if found.unexpected_keys:
         raise AdapterRejectedError(f"{doing}: {found.unexpected_keys[0]} has no place in {type(model).__name__}.")
+
+
+def stop_dropout(model: Any, name: str) -> None:
+    """The adapter `name` of a PeftModel, if it has one of that name, drops nothing in train mode either."""
+    for module in model.modules():
+        for kind, held in {**vars(module), **module._modules}.items():
+            if kind.endswith("dropout") and isinstance(held, dict | torch.nn.ModuleDict) and name in held:
+                held[name] = 0.0 if isinstance(held, dict) else torch.nn.Identity()
 
 
 def _read(directory: str | os.PathLike[str], base: str | os.PathLike[str] | None, doing: str) -> tuple[Path, Any]:
