@@ -24,8 +24,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 
-from qlora_rl.adapter.inspected import InspectedAdapter, active_adapter
-from qlora_rl.adapter.load import stop_dropout
+from qlora_rl.adapter.inspected import InspectedAdapter, active_adapter, stop_dropout
 from qlora_rl.base.quant import dequantised_weight
 from qlora_rl.base.reader import StoredTensors
 from qlora_rl.errors import AdapterRejectedError

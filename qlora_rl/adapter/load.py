@@ -1,5 +1,5 @@
 """`load_adapter`: a saved adapter on a loaded model, for inference; `add_frozen`: next to one that is trained, without
-dropout (`stop_dropout`); `open_adapter`: to be trained on; `make_lora`: the LoraConfig of a new one."""
+dropout; `open_adapter`: to be trained on; `make_lora`: the LoraConfig of a new one."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 
 from qlora_rl.adapter.directory import adapter_in, why_no_weights, without_place
+from qlora_rl.adapter.inspected import stop_dropout
 from qlora_rl.adapter.store import read_tensors
 from qlora_rl.adapter.verdict import judge_adapter
 from qlora_rl.errors import AdapterRejectedError, collected
@@ -77,14 +78,6 @@ def add_frozen(model: Any, directory: str | os.PathLike[str], name: str, *, base
         parameter.requires_grad_(n in trained)
     if found.unexpected_keys:
         raise AdapterRejectedError(f"{doing}: {found.unexpected_keys[0]} has no place in {type(model).__name__}.")
-
-
-def stop_dropout(model: Any, name: str) -> None:
-    """The adapter `name` of a PeftModel, if it has one of that name, drops nothing in train mode either."""
-    for module in model.modules():
-        for kind, held in {**vars(module), **module._modules}.items():
-            if kind.endswith("dropout") and isinstance(held, dict | torch.nn.ModuleDict) and name in held:
-                held[name] = 0.0 if isinstance(held, dict) else torch.nn.Identity()
 
 
 def _read(directory: str | os.PathLike[str], base: str | os.PathLike[str] | None, doing: str) -> tuple[Path, Any]:
