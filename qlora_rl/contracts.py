@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 LORA_RANK_CLASSES = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
+# With less than this vLLM samples with this (`_MAX_TEMP`); 0 is greedy.
+LEAST_TEMPERATURE = 0.01
+
+
 @dataclass(frozen=True)
 class SamplingSpec:
     """How to sample completions. Defaults are those of TRL's GRPOConfig.

@@ -92,7 +92,10 @@ def measure(trainer_logprobs_BT: torch.Tensor, engine_logprobs_BT: torch.Tensor,
         masked = 1.0 if bool(sampled.any()) else 0.0
         return Fidelity(nan, nan, nan, nan, nan, nan, nan, masked, nan, (nan,) * POSITION_BINS, tokens=0)
     ratio = d.exp()
-    quantiles = torch.quantile(ratio, torch.tensor([0.01, 0.5, 0.99], dtype=torch.double, device=ratio.device))
+    # `torch.quantile` takes no more than 2**24 values.
+    at = (count - 1) * torch.tensor([0.01, 0.5, 0.99], dtype=torch.double, device=ratio.device)
+    ordered = ratio.sort().values
+    quantiles = torch.lerp(ordered[at.floor().long()], ordered[at.ceil().long()], at.frac())
     log_weight_B = torch.where(known, delta_BT, torch.zeros_like(delta_BT)).sum(1)[known.any(1)]
     weight_B = (log_weight_B - log_weight_B.max()).exp()
     ess = weight_B.sum() ** 2 / (weight_B**2).sum() / weight_B.numel()

@@ -134,6 +134,14 @@ def is_lora_layer(layer: Any) -> bool:
     return isinstance(layer, LoraLayer)
 
 
+def stop_dropout(model: Any, name: str) -> None:
+    """The adapter `name` of a PeftModel, if it has one of that name, drops nothing in train mode either."""
+    for module in model.modules():
+        for kind, held in {**vars(module), **module._modules}.items():
+            if kind.endswith("dropout") and isinstance(held, dict | torch.nn.ModuleDict) and name in held:
+                held[name] = 0.0 if isinstance(held, dict) else torch.nn.Identity()
+
+
 def active_adapter(model: Any) -> str:
     """Name of the adapter that is trained (TRL adds a frozen copy named "ref", which is not)."""
     active = model.active_adapters

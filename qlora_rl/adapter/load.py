@@ -1,5 +1,5 @@
-"""`load_adapter`: a saved adapter on a loaded model, for inference; `add_frozen`: next to one that is trained;
-`open_adapter`: to be trained on; `make_lora`: the LoraConfig of a new one."""
+"""`load_adapter`: a saved adapter on a loaded model, for inference; `add_frozen`: next to one that is trained, without
+dropout; `open_adapter`: to be trained on; `make_lora`: the LoraConfig of a new one."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 
 from qlora_rl.adapter.directory import adapter_in, why_no_weights, without_place
+from qlora_rl.adapter.inspected import stop_dropout
 from qlora_rl.adapter.store import read_tensors
 from qlora_rl.adapter.verdict import judge_adapter
 from qlora_rl.errors import AdapterRejectedError, collected
@@ -66,14 +67,13 @@ def add_frozen(model: Any, directory: str | os.PathLike[str], name: str, *, base
     doing = f"loading the adapter {directory}"
     directory, config = _read(directory, base, doing)
     config.inference_mode = False  # which would freeze the other one
-    if hasattr(config, "lora_dropout"):
-        config.lora_dropout = 0.0
     trained = {n for n, parameter in model.named_parameters() if parameter.requires_grad}
     try:
         model.add_adapter(name, config)
         found = set_peft_model_state_dict(model, read_tensors(directory), adapter_name=name)
     except (RuntimeError, ValueError, KeyError) as error:
         raise AdapterRejectedError(f"{doing}: it cannot stand next to the adapter of the model: {error}") from error
+    stop_dropout(model, name)
     for n, parameter in model.named_parameters():
         parameter.requires_grad_(n in trained)
     if found.unexpected_keys:

@@ -15,6 +15,7 @@ from pydantic import ConfigDict, Field, TypeAdapter
 
 from qlora_rl.config.findings import Finding, elsewhere, kin, misfit
 from qlora_rl.config.schema import ALIASES, ELSEWHERE, IDLE, TRAIN
+from qlora_rl.contracts import LEAST_TEMPERATURE
 
 PLACE = f"[{TRAIN}]"
 _COUNT: dict[str, Any] = {"ge": 1}
@@ -46,7 +47,7 @@ LIMITS: Mapping[str, dict[str, Any]] = MappingProxyType(
         "generation_batch_size": _COUNT,
         "max_completion_length": _COUNT,
         "max_new_tokens": _COUNT,
-        "temperature": _POSITIVE,
+        "temperature": {"ge": LEAST_TEMPERATURE},
         "top_p": {"gt": 0, "le": 1},
         "top_k": _NOT_NEGATIVE,
         "min_p": _SHARE,

@@ -7,6 +7,7 @@ token, so keep it to tiny models.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -119,8 +120,8 @@ class FakeEngine(ClosedAtEnd):
         places: Sequence[int] | None = None,
         **fields: Any,
     ) -> Rollout:
-        """One completion for each of B prompts (token ids); temperature, greedy, seeds, stop tokens and the length
-        limit are honoured.
+        """One completion for each of B prompts (token ids); temperature, greedy, seeds, stop tokens, `min_tokens` and
+        the length limit are honoured.
 
         `places`: number of each prompt in the whole of which these are a part; decides its seed.
         """
@@ -131,10 +132,10 @@ class FakeEngine(ClosedAtEnd):
         spec = sampling or SamplingSpec(**fields)
         known = ("max_tokens", "temperature", "seed", "first_place", "stop_token_ids")
         plain = SamplingSpec(**{name: getattr(spec, name) for name in known})
-        if replace(spec, extra={}) != plain or spec.extra.keys() - {"stop_token_ids", "ignore_eos"}:
+        if replace(spec, extra={}) != plain or spec.extra.keys() - {"stop_token_ids", "ignore_eos", "min_tokens"}:
             raise NotYetSupportedError(
-                f"generating: {spec}: the fake engine knows max_tokens, temperature, seed and stop tokens only. Use "
-                "LocalEngine."
+                f"generating: {spec}: the fake engine knows max_tokens, min_tokens, temperature, seed and stop tokens "
+                "only. Use LocalEngine."
             )
         prompts = as_ids(several(prompts))
         too_long = [i for i, p in enumerate(prompts) if not 0 < len(p) < self.max_model_length]
@@ -158,6 +159,8 @@ class FakeEngine(ClosedAtEnd):
     ) -> tuple[list[int], list[float | None], bool]:
         own = self.eos_token_id if isinstance(self.eos_token_id, Sequence) else [self.eos_token_id]
         ends = {*own, *spec.stop_token_ids, *(spec.extra.get("stop_token_ids") or ())}
+        # As in vLLM none of them is sampled before `min_tokens`, and logprobs are of all others there.
+        barred, least = sorted(ends - {None}), spec.extra.get("min_tokens") or 0
         ends = set() if spec.extra.get("ignore_eos") else ends
         generator = None if spec.seed is None else torch.Generator().manual_seed(spec.seed + index)
         ids: list[int] = []
@@ -165,6 +168,7 @@ class FakeEngine(ClosedAtEnd):
         device = next(self.model.parameters()).device
         while len(ids) < spec.max_tokens and len(prompt) + len(ids) < self.max_model_length:
             logits_V = self.model(torch.tensor([prompt + ids], device=device)).logits[0, -1].float().cpu()
+            logits_V[barred if len(ids) < least else []] = -math.inf
             logprobs_V = (logits_V / (spec.temperature or 1.0)).log_softmax(-1)
             if spec.temperature == 0:
                 token = int(logprobs_V.argmax())

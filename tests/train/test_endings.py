@@ -64,6 +64,32 @@ def test_a_fake_engine_stops_at_each_of_several_ends(base, plain, sampled):
     assert rollout.has_ended == [ids[-1] in (1, end) for ids in expected]
 
 
+def test_a_fake_engine_bars_the_ends_before_min_tokens_as_vllm_does(engine, plain, sampled):
+    engine.drop_adapter()
+    prompts, ends = [list(prompt.encode()) for prompt in plain["prompt"]], {common(sampled)}
+    asked = {"max_tokens": TOKENS, "seed": 3, "extra": {"stop_token_ids": [*ends], "min_tokens": 4}}
+    rollout = engine.generate(prompts, **asked)
+    assert min(map(len, rollout.completion_ids)) >= 4
+    ends |= {engine.eos_token_id}
+    with torch.no_grad():
+        for prompt, ids, logprobs in zip(prompts, rollout.completion_ids, rollout.logprobs, strict=True):
+            logits = engine.model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].float()
+            logits[:4, [*ends]] = -torch.inf
+            expected = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(logprobs), expected, atol=1e-5, rtol=0)  # another length of matmul
+
+
+def test_min_tokens_is_known_to_set_trainer_and_engine_apart(make, heard):
+    """A quarter of the vocabulary ends: unsaid, the run would be stopped as one whose engine computes otherwise."""
+    ends, least = list(range(48, 80)), {"min_tokens": 6}
+    trainer = make("grpo", {"temperature": 1.0, "max_steps": 3, "generation_kwargs": {"stop_token_ids": ends} | least})
+    trainer.train()
+    assert trainer.alarm.expected == ("min_tokens=6",)
+    assert all(not {*ends} & {*ids[:6]} for rollout in heard for ids in rollout.completion_ids)
+    assert {found.cause for found in trainer.alarm.diagnoses.values()} <= {"unknown"}
+    assert trainer.fidelity.history[0].scaled_diff > 0.01
+
+
 @pytest.fixture
 def make(make_trainer, make_online, config, base, engine, plain, lora):
     """A trainer of each kind; `fields` of its config, completions of up to `TOKENS`."""

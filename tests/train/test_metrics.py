@@ -3,11 +3,13 @@
 import json
 import re
 import threading
+from statistics import fmean
 from types import SimpleNamespace
 
 import pytest
 import torch
-from online_kinds import by_place
+import torch.nn.functional as F
+from online_kinds import KINDS, by_place
 from peft import IA3Config, LoraConfig, get_peft_model
 from support import randomise
 from test_models import NF4
@@ -15,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOTrainer
 
 from qlora_rl import FakeEngine, PolicyMismatchError, QLoRAAsyncGRPOTrainer, attach, load_base, prepare_base
+from qlora_rl.fidelity import measure
 from qlora_rl.report import write_report
 from qlora_rl.report.run import read_run, summarise
 from qlora_rl.report.sentences import fidelity_sentence
@@ -342,6 +345,46 @@ def test_a_steps_record_has_what_grpo_dashboards_show(make_trainer, config, tmp_
     assert line["kl"] == pytest.approx(0, abs=1e-3)
     assert line["clip_ratio/region_mean"] >= 0
     assert {"loss", "grad_norm", "learning_rate"} <= line.keys()
+
+
+@pytest.mark.parametrize("kind", ["grpo", *KINDS])
+def test_the_record_of_a_step_is_of_all_its_generations(kind, make_trainer, make_online, config, engine, monkeypatch):
+    rewards, rollouts, batches = [], [], []
+
+    def reward(completion_ids=None, completions=None, **_):
+        rewards.append([len(rewards) + 0.01 * (i % 2) for i in range(len(completions))])
+        return rewards[-1]
+
+    real = FakeEngine.generate
+
+    def generate(self, prompts, sampling=None, **fields):
+        rollouts.append(real(self, prompts, sampling, **fields))
+        return rollouts[-1]
+
+    monkeypatch.setattr(FakeEngine, "generate", generate)
+    fields = {"gradient_accumulation_steps": 2, "max_steps": 2, "learning_rate": 1e-2, "logging_steps": 1}
+    fields |= {} if kind == "online_dpo" else {"steps_per_generation": 1}
+    given = {"reward_funcs": reward, "canary_every": 0}
+    trainer = make_trainer(args=config(**fields), **given) if kind == "grpo" else make_online(kind, fields, **given)
+    observe = trainer.fidelity.observe
+    trainer.fidelity.observe = lambda *parts: (batches.append(parts), observe(*parts))[1]
+    trainer.train()
+    lines = [json.loads(text) for text in (trainer.run.path / "metrics.jsonl").read_text().splitlines()]
+    for step, line in enumerate(lines):
+        own = slice(2 * step, 2 * step + 2)
+        lengths = [len(ids) for rollout in rollouts[own] for ids in rollout.completion_ids]
+        assert line["reward"] == pytest.approx(fmean(map(fmean, rewards[own])))
+        assert line["rollout_tokens"] == sum(lengths)
+        assert line["rollout_seconds"] >= sum(rollout.seconds for rollout in rollouts[own])
+        assert line["rollout_tokens_per_s"] == pytest.approx(sum(lengths) / line["rollout_seconds"])
+        assert line["completion_length"] == pytest.approx(fmean(lengths))
+        assert line.get("completions/max_length", max(lengths)) == max(lengths)
+        parts = [[F.pad(part, (0, 9 - part.shape[1])) for part in column] for column in zip(*batches[own], strict=True)]
+        whole = measure(*map(torch.cat, parts))
+        for name in ("mismatch_kl", "logprob_diff_max", "ratio_p01", "ratio_p99", "ess"):
+            assert line[name] == pytest.approx(getattr(whole, name), rel=1e-9), name
+    assert len(lines) == 2
+    assert len(trainer.fidelity.history) == len(rollouts) == 4  # the alarm looks at each
 
 
 def test_all_that_people_watch_in_grpo_is_in_the_report_of_a_run(make_trainer, config, plain, tmp_path):

@@ -249,6 +249,31 @@ def test_with_beta_the_reference_of_a_new_adapter_is_the_base(make_trainer, conf
     assert kl[1] > 0.0
 
 
+@pytest.mark.parametrize("kind", ["rloo", "online_dpo", "grpo"])
+def test_the_reference_of_a_peft_model_drops_nothing(kind, make_online, make_trainer, config, base):
+    """Only the policy, which trains, has a mask."""
+    torch.manual_seed(0)
+    model = get_peft_model(load_base(base), LoraConfig(r=4, lora_dropout=0.3, target_modules=["q_proj", "down_proj"]))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(0, 0.3)
+    fields = {"beta": 0.1, "disable_dropout": False, "max_steps": 1}
+    given = {"model": model, "peft_config": None, "on_mismatch": "warn"}
+    trainer = make_trainer(args=config(**fields), **given) if kind == "grpo" else make_online(kind, fields, **given)
+    trainer.train()
+    model.train()
+    ids = torch.arange(40, 60)[None]
+
+    def logits(name):
+        model.set_adapter(name)
+        with torch.no_grad():
+            return model(ids).logits
+
+    assert torch.equal(logits("ref"), logits("ref"))
+    assert not torch.equal(logits("default"), logits("default"))
+
+
 def test_with_beta_the_reference_of_a_peft_model_is_a_frozen_copy_of_its_adapter(make_trainer, config, adapted):
     before = adapter(adapted)
     trainer = make_trainer(model=adapted, peft_config=None, args=config(beta=0.1, max_steps=2))

@@ -24,6 +24,7 @@ from qlora_rl import (
     load_base,
     prepare_base,
 )
+from qlora_rl.contracts import LEAST_TEMPERATURE, SamplingSpec
 from qlora_rl.engine.fake import FakeEngine
 from qlora_rl.inference.prompts import encode
 
@@ -71,6 +72,22 @@ def test_a_greedy_temperature_is_rejected(kind, make_online):
         make_online(kind, {"temperature": 0.0})
     with pytest.raises(ConfigConflictError, match="generation_kwargs"):
         make_online(kind, {"generation_kwargs": {"temperature": 0.0}})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_temperature_that_vllm_raises_is_rejected(kind, make_online):
+    with pytest.raises(ConfigConflictError, match=r"temperature=0\.005 < 0\.01: .*Set it to 0\.01 or more"):
+        make_online(kind, {"temperature": 0.005})
+    make_online(kind, {"temperature": LEAST_TEMPERATURE})
+
+
+@pytest.mark.parametrize("asked", [0.005, LEAST_TEMPERATURE, 0.02])
+def test_the_least_temperature_is_the_one_that_vllm_raises_others_to(asked):
+    pytest.importorskip("vllm")
+    from qlora_rl.engine.sampling import sampling_params
+
+    (params,) = sampling_params(SamplingSpec(temperature=asked), [0])
+    assert params.temperature == max(asked, LEAST_TEMPERATURE)
 
 
 # --- both -----------------------------------------------------------------------------------------------------------

@@ -240,6 +240,8 @@ def test_filters_are_what_the_trainer_does_not_know():
         "top_p=0.9",
         "logit_bias={1: 2.0}",
     )
+    assert filters_of(SamplingSpec(extra={"min_tokens": 6})) == ("min_tokens=6",)
+    assert filters_of(SamplingSpec(extra={"min_tokens": 0})) == ()
 
 
 def test_sampled_takes_padding_tools_and_missing_logprobs_out():

@@ -244,7 +244,9 @@ def filters_of(sampling: SamplingSpec, truncated: TruncatedSampling | None = Non
     plain = SamplingSpec()
     names = ("top_p", "top_k", "min_p", "repetition_penalty", "regex")
     set_here = {name: getattr(sampling, name) for name in names if getattr(sampling, name) != getattr(plain, name)}
-    quiet = {"stop", "stop_token_ids", "ignore_eos", "min_tokens", "skip_special_tokens", "detokenize"}
+    quiet = {"stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "detokenize"}
+    # Before `min_tokens` vLLM's logprobs are of the tokens that end no completion.
+    quiet |= set() if sampling.extra.get("min_tokens") else {"min_tokens"}
     set_here |= {name: value for name, value in sampling.extra.items() if name not in quiet}
     if set_here.get("top_k") == -1:
         del set_here["top_k"]

@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 from qlora_rl.distributed import ranks
 from qlora_rl.documents import read_object
 from qlora_rl.errors import RunDirectoryError
-from qlora_rl.fidelity import Fidelity, FidelityMonitor
+from qlora_rl.fidelity import Fidelity, FidelityMonitor, measure
 from qlora_rl.image_io import as_thumbnails
 from qlora_rl.sync.truncated_sampling import TruncatedSampling
 from qlora_rl.train.metrics.alarm import MismatchAlarm, filters_of, sampled_from
@@ -122,8 +122,11 @@ class MeasuredSteps:
             logprobs_BT: the trainer's, under the policy that is trained.
         """
         mask_BT = sampled_mask(batch)
-        fidelity = self.fidelity.observe(*batch_of_all_ranks(logprobs_BT, batch["sampling_per_token_logps"], mask_BT))
-        self._note(mode, {k: v for k, v in fidelity.as_dict().items() if k != "tokens"})
+        parts = batch_of_all_ranks(logprobs_BT, batch["sampling_per_token_logps"], mask_BT)
+        fidelity = self.fidelity.observe(*parts)
+        self._note(mode, _said(fidelity))
+        if mode == "train" and len(batches := self._record.kept("sampled tokens", parts)) > 1:
+            self._record.add(**_said(measure(*stacked(batches))))  # of the whole step
         if self.alarm is not None:
             self._watch(fidelity, batch, mask_BT)
 
@@ -263,12 +266,20 @@ def batch_of_all_ranks(*parts_BT: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The batch of which each rank holds a part, on all of them, padded with zeros to one T; so all decide alike."""
     if ranks().size == 1:
         return parts_BT
-    heard = ranks().gather([part.detach().cpu() for part in parts_BT], "measuring a rollout")
-    longest = max(part.shape[1] for parts in heard for part in parts)
+    return stacked(ranks().gather([part.detach().cpu() for part in parts_BT], "measuring a rollout"))
+
+
+def stacked(batches: Sequence[Sequence[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
+    """Of batches of tensors [B, T] one batch, padded with zeros to one T."""
+    longest = max(part.shape[1] for parts in batches for part in parts)
     return tuple(
-        torch.cat([torch.nn.functional.pad(parts[i], (0, longest - parts[i].shape[1])) for parts in heard])
-        for i in range(len(parts_BT))
+        torch.cat([torch.nn.functional.pad(part, (0, longest - part.shape[1])) for part in column])
+        for column in zip(*batches, strict=True)
     )
+
+
+def _said(fidelity: Fidelity) -> dict[str, Any]:
+    return {name: value for name, value in fidelity.as_dict().items() if name != "tokens"}
 
 
 class StepClock(TrainerCallback):

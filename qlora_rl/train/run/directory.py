@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -275,8 +276,16 @@ def claimed(choose: Callable[[], str]) -> Iterator[str]:
         del hold  # after it is gone, so that no other process holds what is about to go
 
 
+# How the values of a step's generations become one, by the ends of names or their beginnings; else the newest counts.
+_SUMS = ("rollout_tokens", "sync_bytes", "_seconds")
+_MEANS = ("reward", "reward_std", "completion_length", "frac_reward_zero_std", "_agreement", "_diff_mean", "_rejected")
+_MEANS_OF_TRL = ("rewards/", "completions/", "tools/")
+
+
 class StepRecord:
     """The metrics of one optimizer step, written when all of them are known.
+
+    A step may have several generations: what `add` is given of one more of them is put together with those before it.
 
     Args:
         run: where to; `None` keeps nothing.
@@ -286,17 +295,26 @@ class StepRecord:
         self.run = run
         self.last: dict[str, Any] = {}
         self._values: dict[str, Any] = {}
+        self._of_generations: dict[str, list[Any]] = {}
         self._started = time.perf_counter()
         self._has_said_unscored = False
 
     def begin(self) -> None:
         """A step begins; the one before it, if it was not written yet, is written."""
         self.flush()
+        self._of_generations.clear()
         self._started = time.perf_counter()
 
     def add(self, **values: Any) -> None:
         """Add measurements of the current step."""
-        self._values |= values
+        self._values |= {name: _together(name, self.kept(name, value)) for name, value in values.items()}
+        if "rollout_tokens_per_s" in values and (seconds := self._values["rollout_seconds"]):
+            self._values["rollout_tokens_per_s"] = self._values["rollout_tokens"] / seconds
+
+    def kept(self, name: str, value: Any) -> list[Any]:
+        """What was given under this name in the current step, the value last."""
+        self._of_generations.setdefault(name, []).append(value)
+        return self._of_generations[name]
 
     def end(self, step: int) -> None:
         """The optimizer step number `step` is done."""
@@ -326,6 +344,20 @@ class StepRecord:
         if not self._has_said_unscored and isinstance(reward, float) and math.isnan(reward):
             self._has_said_unscored = True
             logger.warning("no completion of step %s has a reward: nothing is learned from it", self.last["step"])
+
+
+def _together(name: str, values: list[Any]) -> Any:
+    """One value of several generations of a step."""
+    known = [value for value in values if value is not None and value == value]  # no NaN
+    if len(known) < 2:
+        return (known or values)[-1]
+    if name.endswith(_SUMS):
+        return sum(known)
+    if name.endswith("_diff_max") or "/max_" in name:
+        return max(known)
+    if "/min_" in name:
+        return min(known)
+    return fmean(known) if name.endswith(_MEANS) or name.startswith(_MEANS_OF_TRL) else values[-1]
 
 
 def describe_machine(*, is_4bit: bool = False) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from qlora_rl.adapter.inspected import active_adapter, bare_model, is_bare, shorten_lora
+from qlora_rl.adapter.inspected import active_adapter, bare_model, is_bare, shorten_lora, stop_dropout
 from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.base.experts import directory_is_mixture
 from qlora_rl.base.model_classes import load_processor
@@ -70,6 +70,7 @@ class RecordedTraining(Resumable, WrappedModel):
         Returns:
             What became of the padding and of the linears, for config.json.
         """
+        stop_dropout(self.model, "ref")  # TRL's reference, with the dropout of the policy
         set_adapter_dtype(self.model, getattr(torch, adapter_dtype), before)
         keep_start(self, start)
         bare = bare_model(self.model)

@@ -6,7 +6,7 @@ import importlib.util
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any
 
-from qlora_rl.contracts import RolloutEngine
+from qlora_rl.contracts import LEAST_TEMPERATURE, RolloutEngine
 from qlora_rl.engine.started import ENGINES, STARTED, as_one, is_here, is_url
 from qlora_rl.errors import ConfigConflictError, QloraRLError, collected
 from qlora_rl.fidelity import CORRECTION
@@ -203,7 +203,12 @@ def check_sampling(args: GRPOConfig, rollout: str | list[str] | RolloutEngine) -
     if isinstance(temperature, int | float) and temperature <= 0:  # what is no number vLLM rejects
         raise ConfigConflictError(
             f"reading the config: temperature={temperature:g} is greedy: all completions of a prompt are the same, and "
-            "nothing can be learned. Set it above 0."
+            f"nothing can be learned. Set it to {LEAST_TEMPERATURE} or more."
+        )
+    if isinstance(temperature, int | float) and temperature < LEAST_TEMPERATURE:
+        raise ConfigConflictError(
+            f"reading the config: temperature={temperature:g} < {LEAST_TEMPERATURE}: vLLM would sample with "
+            f"{LEAST_TEMPERATURE}, and the trainer divide by {temperature:g}. Set it to {LEAST_TEMPERATURE} or more."
         )
     if isinstance(rollout, str | list):
         is_asked = is_here(rollout) or bool(args.generation_kwargs)  # else vLLM would be loaded here for this alone
