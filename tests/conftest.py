@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from support import FOR_AN_ENGINE, make_model, move_a_scale, randomise
 
 from qlora_rl.errors import QloraRLError
@@ -38,8 +38,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # The same examples in every run: a change is blamed for what it broke, not for what luck has found. `make test-full`
 # draws others.
-settings.register_profile("same", derandomize=True)
-settings.register_profile("sampled", derandomize=False)
+# How long an example takes is no property: machines are busy.
+_PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("same", derandomize=True, **_PATIENT)
+settings.register_profile("sampled", derandomize=False, **_PATIENT)
 settings.load_profile(os.environ.get("QLORA_RL_TEST_EXAMPLES", "same"))
 
 
