@@ -87,12 +87,16 @@ class TwoVersions(FakeEngine):
     """One request at a time, with the version that serves or the one before it."""
 
     def __init__(self, model):
-        super().__init__(model, max_model_length=64)
         self._turn, self._both, self._newest = threading.RLock(), {0: {}}, 0
+        super().__init__(model, max_model_length=64)
 
     @property
     def version(self):
         return self._newest
+
+    @version.setter
+    def version(self, version):
+        """`FakeEngine` notes what it samples with, which may be the version before."""
 
     def capabilities(self):
         return replace(super().capabilities(), holds_two=True)
@@ -115,7 +119,7 @@ class TwoVersions(FakeEngine):
                 raise VersionGoneError(f"generating: version={version} is no longer held.")
             self._serve(self._both[version], version)
             try:
-                return super().generate(prompts, sampling, places=places)
+                return replace(super().generate(prompts, sampling, places=places), version=version)
             finally:
                 self._serve(self._both[self._newest], self._newest)
 
