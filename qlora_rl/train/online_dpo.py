@@ -248,7 +248,7 @@ class SampledPairs:
             "prompt_ids": prompt_ids,
             "prompt_mask": prompt_mask,
             "completion_ids": completion_ids,
-            "completion_mask": completion_mask,
+            "completion_mask": completion_mask.clone(),  # ties are taken out of it later, for the loss
             "sampling_per_token_logps": logprobs_like(completion_ids, sampled),
         }
         self._look_at("train", rollout, ours_BT)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from datasets import Dataset
 from host_copies import HostCopies
-from online_kinds import by_place
 from peft import LoraConfig
 from recorded import Recorded
 from support import STEPS, make_model, randomise
@@ -122,6 +121,11 @@ def talking(tmp_path_factory):
     return base
 
 
+def by_turns(completions, **_):
+    """Alike in every group: where two cancel out, AdamW makes rounding large."""
+    return [float(i % 2) for i in range(len(completions))]
+
+
 @pytest.mark.parametrize("on", [*((one,) for one in ALL[:3]), ALL[:3]], ids=", ".join)
 def test_a_switch_changes_no_run_whose_tools_answer(on, switched, talking):
     """Prompts of three lengths; the tokens of the tool's answer are masked, and the conversation is longer than a
@@ -131,7 +135,7 @@ def test_a_switch_changes_no_run_whose_tools_answer(on, switched, talking):
         engine = Telling(load_base(talking), max_model_length=4096)
         fields = {"max_steps": 2, "max_completion_length": 400, "num_generations": 2}
         return switched(
-            name, on, fields, model=talking, rollout=engine, train_dataset=CHATS, tools=[add], reward_funcs=by_place
+            name, on, fields, model=talking, rollout=engine, train_dataset=CHATS, tools=[add], reward_funcs=by_turns
         )
 
     without, nothing = run("without", ())
