@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import importlib.util
 import inspect
 import logging
 import os
@@ -13,7 +14,6 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
 from support import FOR_AN_ENGINE, make_model, move_a_scale, randomise
 
 from qlora_rl.errors import QloraRLError
@@ -39,10 +39,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # The same examples in every run: a change is blamed for what it broke, not for what luck has found. `make test-full`
 # draws others.
 # How long an example takes is no property: machines are busy.
-_PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("same", derandomize=True, **_PATIENT)
-settings.register_profile("sampled", derandomize=False, **_PATIENT)
-settings.load_profile(os.environ.get("QLORA_RL_TEST_EXAMPLES", "same"))
+if importlib.util.find_spec("hypothesis") is not None:  # a GPU host without network may lack it
+    from hypothesis import HealthCheck, settings
+
+    _PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+    settings.register_profile("same", derandomize=True, **_PATIENT)
+    settings.register_profile("sampled", derandomize=False, **_PATIENT)
+    settings.load_profile(os.environ.get("QLORA_RL_TEST_EXAMPLES", "same"))
 
 
 # What takes a minute and more, longest first, so that no worker waits at the end for another's long file; behind them
