@@ -39,7 +39,7 @@ class SamplingSpec:
             in `extra`.
         first_place: index of the call's first request in the whole batch, if the call is a part of it; decides the
             seeds.
-        extra: further fields of vLLM's SamplingParams.
+        extra: further fields of vLLM's SamplingParams. Those that are fields here as well become them.
     """
 
     max_tokens: int = 256
@@ -53,6 +53,18 @@ class SamplingSpec:
     extra: Mapping[str, Any] = field(default_factory=dict)
     first_place: int = 0
     stop_token_ids: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.extra, Mapping):
+            raise TypeError(f"extra={self.extra!r} is no mapping of names to values")
+        ours = {name: self.extra[name] for name in _SAID_TWICE if self.extra.get(name) is not None}
+        for name, value in ours.items():
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "extra", {name: value for name, value in self.extra.items() if name not in ours})
+
+
+# What TRL's config and its generation_kwargs both have. `stop_token_ids` of `extra` join ours, also with `ignore_eos`.
+_SAID_TWICE = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True)

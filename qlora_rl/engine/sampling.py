@@ -61,7 +61,7 @@ def spec_of(sampling: SamplingSpec | None, fields: Mapping[str, Any]) -> Samplin
 
 
 def parse_spec(fields: Mapping[str, Any]) -> SamplingSpec:
-    """How to sample, as somebody has sent it; `as_received` looks at the types.
+    """How to sample, as somebody has sent it; `sampling_params` looks at the types.
 
     Raises:
         ConfigConflictError: a field is none of `SamplingSpec`.
@@ -72,35 +72,25 @@ def parse_spec(fields: Mapping[str, Any]) -> SamplingSpec:
         raise ConfigConflictError(f"generating: {error}. Send the fields of SamplingSpec.") from error
 
 
-def as_received(params: list[Any]) -> list[Any]:
-    """vLLM's parameters as its engine will read them from a message; JSON's names of tokens ("5") become numbers.
-
-    Raises:
-        ConfigConflictError: a value has another type than vLLM's field, or cannot be sent. It would end the engine.
-    """
-    import msgspec  # vLLM's own way between its processes
-    from vllm import SamplingParams
-
-    try:
-        sent = msgspec.msgpack.encode(params)
-        return msgspec.msgpack.decode(sent, type=list[SamplingParams], strict=False)
-    except Exception as error:
-        raise ConfigConflictError(f"generating: vLLM rejects the sampling arguments: {error}") from error
-
-
 def sampling_params(spec: SamplingSpec, places: Sequence[int], *, never: Sequence[int] = ()) -> list[Any]:
     """vLLM's parameters for the requests at `places` of a call.
 
-    Tokens of `never` are not sampled; their share of the probability goes to all others.
+    Tokens of `never` are not sampled; their share of the probability goes to all others. What JSON and TOML cannot say
+    is as vLLM's engine reads it from a message: names of tokens ("5") are numbers, and fields of a field an object.
 
     Raises:
-        ConfigConflictError: vLLM rejects them, or a field of `extra` is ours.
+        ConfigConflictError: vLLM rejects them, a value has another type than vLLM's field, or a field of `extra` is
+            ours.
     """
     try:
         if never:
             bias = {**dict.fromkeys(never, -100.0), **(spec.extra.get("logit_bias") or {})}
             spec = replace(spec, extra={**spec.extra, "logit_bias": bias})
-        return [_params(spec, index) for index in places]
+        import msgspec  # vLLM's own way between its processes
+        from vllm import SamplingParams
+
+        sent = msgspec.msgpack.encode([_params(spec, index) for index in places])
+        return msgspec.msgpack.decode(sent, type=list[SamplingParams], strict=False)
     except ConfigConflictError:
         raise
     except Exception as error:  # vLLM has an error type of its own for them
@@ -123,8 +113,7 @@ def _params(spec: SamplingSpec, index: int) -> Any:
         "seed": None if spec.seed is None else request_seed(spec.seed, spec.first_place + index),
         "output_kind": RequestOutputKind.FINAL_ONLY,
         "detokenize": False,
-        # vLLM copies parameters deeply for each request. These are made for one; what `extra` holds belongs to all.
-        "skip_clone": not spec.extra,
+        "skip_clone": True,  # vLLM would copy for each request what `sampling_params` makes for one
     }
     if ours := sorted(_OURS & set(spec.extra)):
         raise ConfigConflictError(

@@ -8,14 +8,17 @@ from fractions import Fraction
 # A sign counts only where nothing stands before it that it could be subtracted from.
 _SIGN = r"(?:(?<![\w.)%])[-+]\s?)?"
 _PLAIN = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
+_POWER = r"(?:(?P<times>\s*(?:\\times|\\cdot|×)\s*10)?\s*\^\s*\{?\s*(?P<power>[-+]?\d{1,9})(?!\w)\s*\}?)?"
 _NUMBER = re.compile(
     rf"(?P<sign>{_SIGN})(?:[$€£]\s?(?P<sign_inside>[-+]?))?(?:"
     r"\\[dt]?frac\s*\{\s*(?P<above>-?\d+)\s*\}\s*\{\s*(?P<below>\d+)\s*\}"
     r"|(?P<whole>\d+)\s+(?P<part_above>\d+)\s*/\s*(?P<part_below>\d+)"
-    rf"|(?P<number>{_PLAIN})(?:[eE](?P<exponent>[-+]?\d{{1,9}})(?!\w))?(?:\s*/\s*(?P<divisor>\d+(?:\.\d+)?))?"
+    rf"|(?P<number>{_PLAIN})(?:[eE](?P<exponent>[-+]?\d{{1,9}})(?!\w))?{_POWER}(?:\s*/\s*(?P<divisor>\d+(?:\.\d+)?))?"
     r")"
 )
-_ANSWER = re.compile(r"\banswer\b\W{0,6}(?:(?:is|was|equals|of|to)\b|[:=])", re.IGNORECASE)
+_ANSWER = re.compile(r"\banswer\b\W{0,6}(?:(?:is|was|equals|(?P<asked>of|to))\b|[:=])", re.IGNORECASE)
+# "The answer to 5 + 3 is 8."
+_SAID = re.compile(r"\b(?:is|was|equals)\b|[:=]", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"\n|[.!?;](?=\s|$)")
 # What stands for something else, or for nothing: LaTeX's dollars and spaces, Markdown's stars, typographic minus signs.
 _CLEANED = [
@@ -46,9 +49,12 @@ def final_number(text: str) -> Fraction | None:
     for match in reversed(list(_ANSWER.finditer(text))):
         sentence = text[match.end() :].lstrip()
         end = _SENTENCE_END.search(sentence)
-        _, _, result = sentence[: end.start() if end else None].rpartition("=")
-        if found := _numbers(result):
-            return found[0]
+        sentence = sentence[: end.start() if end else None]
+        said = _SAID.search(sentence) if match["asked"] else None
+        for part in (sentence[said.end() :] if said else "", sentence):
+            _, _, result = part.rpartition("=")
+            if found := _numbers(result):
+                return found[0]
         break
     found = _numbers(text)
     return found[-1] if found else None
@@ -84,6 +90,11 @@ def _value(match: re.Match[str]) -> Fraction | None:
             if abs(exponent) > _EXPONENT_LIMIT:
                 return None
             value *= Fraction(10) ** exponent
+        if part["power"] is not None:
+            power = int(part["power"])
+            if abs(power) * len(part["number"]) > 10 * _EXPONENT_LIMIT:
+                return None
+            value = value * Fraction(10) ** power if part["times"] else value**power
         if part["divisor"] is not None:
             value /= Fraction(part["divisor"])
         return sign * value

@@ -47,10 +47,7 @@ class TruncatedSampling:
     @classmethod
     def of(cls, sampling: SamplingSpec) -> TruncatedSampling | None:
         """What a rollout is truncated by; `None` where all tokens may be sampled."""
-        asked = {name: sampling.extra.get(name, getattr(sampling, name)) for name in TRUNCATING}
-        asked = {name: value for name, value in asked.items() if value is not None}
-        asked["top_k"] = max(asked.get("top_k", 0), 0)
-        found = cls(**asked)
+        found = cls(max(sampling.top_k, 0), sampling.top_p, sampling.min_p)
         return None if found == cls() or sampling.temperature == 0 else found
 
     def log_kept(self, logits_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:

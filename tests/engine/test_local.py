@@ -157,8 +157,10 @@ def test_requests_are_handed_to_vllm_as_it_would_make_them_one_by_one(engine, pr
         (alone,) = renderer.render_cmpl([{"prompt_token_ids": list(prompt), "cache_salt": "salt"}])
         assert {**made, "arrival_time": 0} == {**alone, "arrival_time": 0}
     copied = SamplingSpec(max_tokens=12, seed=3, extra={"skip_special_tokens": True})
-    assert sampling_params(spec, [0])[0].skip_clone
-    assert not sampling_params(copied, [0])[0].skip_clone  # what `extra` holds belongs to all requests
+    assert all(params.skip_clone for params in sampling_params(spec, [0]))
+    one, other = sampling_params(SamplingSpec(extra={"logit_bias": {"5": 1.0}}), [0, 1])
+    assert one.logit_bias == other.logit_bias == {5: 1.0}
+    assert one.logit_bias is not other.logit_bias  # vLLM copies neither
     assert engine.generate(prompts, spec).completion_ids == engine.generate(prompts, copied).completion_ids
     assert engine.generate(prompts, spec).logprobs == engine.generate(prompts, copied).logprobs
 

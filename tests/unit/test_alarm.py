@@ -241,7 +241,13 @@ def test_filters_are_what_the_trainer_does_not_know():
         "logit_bias={1: 2.0}",
     )
     assert filters_of(SamplingSpec(extra={"min_tokens": 6})) == ("min_tokens=6",)
-    assert filters_of(SamplingSpec(extra={"min_tokens": 0})) == ()
+    plain = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "logit_bias": None}
+    plain |= {"min_tokens": 0, "include_stop_str_in_output": True, "top_k": -1}
+    assert filters_of(SamplingSpec(extra=plain)) == ()
+    assert filters_of(SamplingSpec(extra={"presence_penalty": 0.5, "top_p": 0.9})) == (
+        "top_p=0.9",
+        "presence_penalty=0.5",
+    )
 
 
 def test_sampled_takes_padding_tools_and_missing_logprobs_out():

@@ -82,7 +82,11 @@ def test_the_worked_solutions_themselves_are_right():
         (r"1{,}234", 1234), (r"1\,234", 1234), ("1\u202f234", 1234), ("1/0", None), ("1e999999", None), ("1, 2, 3", 3),
         ("12,34", 34), (r"\boxed{", None), (r"\boxed{7", 7), (r"\boxed{\frac{1}{2}} and not 3", 0.5),
             (r"\boxed{1} no, \boxed{2}", 2),
-        (r"\boxed{none} 4", 4), ("#### \n5", 5), ("The answer is unknown, 7?", 7), ("my answer to 3 is short: 8", 3),
+        (r"\boxed{none} 4", 4), ("#### \n5", 5), ("The answer is unknown, 7?", 7), ("my answer to 3 is short: 8", 8),
+        ("The answer to 5 + 3 is 8.", 8), ("The final answer of 12 * 3 is 36.", 36), ("The answer to 8 - 1 is 7.", 7),
+        ("the answer to question 2: 15", 15), ("We get an answer of 12 for 3 people.", 12),
+        ("The answer of 7 is right.\nI tried 2 ways", 7), (r"\boxed{10^{6}}", 10**6), (r"3\times10^{4}", 3 * 10**4),
+        ("x^2 = 2^{-1}", 0.5), ("-2^2", -4), ("9" * 999 + "^300", None),
         ("v2 is out", 2), ("9" * 5000, None), ("\u0664\u0662", 42), ("Answer: 1\n\nAnswer: 2", 2),
     ],
 )  # fmt: skip
@@ -92,7 +96,8 @@ def test_odd_texts(text, number):
 
 def test_long_texts_take_no_long_time():
     started = time.perf_counter()
-    for unit in ("1 ", "- ", "$ ", r"\boxed{", "####", "answer is ", "{,}", "1,", r"\frac{", "=", "1/", "e1"):
+    units = ("1 ", "- ", "$ ", r"\boxed{", "####", "answer is ", "{,}", "1,", r"\frac{", "=", "1/", "e1", "2^")
+    for unit in (*units, r"\times 10", "answer of 2 "):
         final_number(unit * 5000)
     assert time.perf_counter() - started < 30
 

@@ -28,7 +28,7 @@ from qlora_rl import (
 from qlora_rl.adapter.store import AdapterStore, pack_adapter
 from qlora_rl.contracts import AdapterBundle
 from qlora_rl.engine.client.http_errors import AwayError, rejection
-from qlora_rl.engine.sampling import as_received, sampling_params
+from qlora_rl.engine.sampling import sampling_params
 from qlora_rl.engine.server import served_adapter
 from qlora_rl.engine.server.auth import Visits
 from qlora_rl.engine.server.launch import check_adapter_dir, read_or_make_key
@@ -279,8 +279,13 @@ def test_bad_input_is_the_clients_fault_and_said_in_a_sentence(tmp_path):
 
 def test_names_of_tokens_in_a_json_object_are_numbers_again():
     pytest.importorskip("vllm")
-    params = sampling_params(SamplingSpec(extra={"logit_bias": {"5": 1.0}}), [0])
-    assert as_received(params)[0].logit_bias == {5: 1.0}
+    detection = {"max_pattern_size": 2, "min_pattern_size": 1, "min_count": 2}
+    extra = {"logit_bias": {"5": 1.0}, "repetition_detection": detection}
+    (params,) = sampling_params(SamplingSpec(extra=extra), [0])
+    assert params.logit_bias == {5: 1.0}
+    assert params.repetition_detection.min_count == 2
+    with pytest.raises(ConfigConflictError, match="logit_bias"):
+        sampling_params(SamplingSpec(extra={"logit_bias": {"five": 1.0}}), [0])
 
 
 def test_what_changes_a_server_needs_its_lease_and_who_is_rejected_does_not_get_it(tmp_path):

@@ -23,7 +23,6 @@ from qlora_rl.engine.images import Prompt, engine_inputs, token_ids
 from qlora_rl.engine.sampling import (
     SCORING,
     are_cut_off,
-    as_received,
     check_lengths,
     holds_nan,
     parse_spec,
@@ -295,7 +294,7 @@ class ServedPolicy:
         self, asked: Sequence[Prompt], spec: SamplingSpec, held: Held | None, places: Sequence[int] | None
     ) -> tuple[int, list[Any]]:
         places = range(len(asked)) if places is None else places
-        params = as_received(sampling_params(spec, places, never=self.image_tokens))
+        params = sampling_params(spec, places, never=self.image_tokens)
         lora, salt = (None, self.weights.salt) if held is None else (held.request, held.salt)
         call = uuid.uuid4().hex
         if self.image_tokens:

@@ -234,6 +234,23 @@ class MismatchAlarm:
         raise error
 
 
+# Fields of vLLM's SamplingParams that end completions, or choose what is returned.
+_SHAPE_NOTHING = {
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "repetition_detection",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+    "prompt_logprobs",
+    "flat_logprobs",
+    "skip_reading_prefix_cache",
+    "stream_interval",
+}
+
+
 def filters_of(sampling: SamplingSpec, truncated: TruncatedSampling | None = None) -> tuple[str, ...]:
     """What shapes the engine's distribution other than the temperature, and the trainer does not know of.
 
@@ -244,10 +261,8 @@ def filters_of(sampling: SamplingSpec, truncated: TruncatedSampling | None = Non
     plain = SamplingSpec()
     names = ("top_p", "top_k", "min_p", "repetition_penalty", "regex")
     set_here = {name: getattr(sampling, name) for name in names if getattr(sampling, name) != getattr(plain, name)}
-    quiet = {"stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "detokenize"}
-    # Before `min_tokens` vLLM's logprobs are of the tokens that end no completion.
-    quiet |= set() if sampling.extra.get("min_tokens") else {"min_tokens"}
-    set_here |= {name: value for name, value in sampling.extra.items() if name not in quiet}
+    # Of all others 0 and nothing change nothing. `min_tokens` does: before them no token is sampled that ends.
+    set_here |= {name: value for name, value in sampling.extra.items() if value and name not in _SHAPE_NOTHING}
     if set_here.get("top_k") == -1:
         del set_here["top_k"]
     for name in () if truncated is None else TRUNCATING:
