@@ -97,4 +97,6 @@ def _trained(run: Path) -> tuple[Path, Path, list[int]]:
         )
     if trained.data is not None and (said := trained.data.system_prompt):
         remark(f"the run was trained with a system prompt, which clients have to send as the first message: {said!r}")
+    if texts := trained.stop.get("stop"):
+        remark(f"completions of the run ended at texts, too, which vLLM takes from clients alone: stop={texts!r}")
     return trained.base.path, trained.adapter, trained.ends

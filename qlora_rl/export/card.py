@@ -62,6 +62,17 @@ def _where_base_is(card: Card) -> str:
     )
 
 
+def _where_it_stops(trained: TrainedRun) -> str:
+    """What vLLM and transformers take with a request alone; a Modelfile has it, but for texts with a quote or a line
+    end."""
+    if not trained.stop:
+        return ""
+    return (
+        "\n\nCompletions of the run ended at these texts, too; pass them as `stop` (transformers: `stop_strings`): "
+        f"`{json.dumps(trained.stop['stop'])}`."
+    )
+
+
 def _text(card: Card, run: Run) -> str:
     trained, base = card.trained, card.trained.base
     parts = [
@@ -70,7 +81,8 @@ def _text(card: Card, run: Run) -> str:
         _what(card),
         "## Load it\n\n"
         + "\n".join(f"{name}:\n\n```\n{line}\n```\n" for name, line in card.load.items()).rstrip()
-        + _where_base_is(card),
+        + _where_base_is(card)
+        + _where_it_stops(trained),
         "## Is it the policy that was trained?",
         *_distance(card),
         "## The run",

@@ -136,7 +136,9 @@ def _further(tokenizer: Any, ends: Sequence[int]) -> list[int]:
     return [end for end in ends if end != tokenizer.eos_token_id]
 
 
-def write_modelfile(directory: Path, tokenizer: Any, *, model: str, ends: Sequence[int] = ()) -> None:
+def write_modelfile(
+    directory: Path, tokenizer: Any, *, model: str, ends: Sequence[int] = (), texts: Sequence[str] = ()
+) -> None:
     """Write a Modelfile for `ollama create`: the file, what ends an answer, and the chat template where it is one that
     is known here.
 
@@ -145,6 +147,7 @@ def write_modelfile(directory: Path, tokenizer: Any, *, model: str, ends: Sequen
         tokenizer: whose chat template it is.
         model: after FROM.
         ends: tokens that end a completion.
+        texts: that end one.
     """
     lines = [f"FROM {model}"]
     template, stops = _ollama_template(tokenizer)
@@ -155,7 +158,7 @@ def write_modelfile(directory: Path, tokenizer: Any, *, model: str, ends: Sequen
             "# The chat template is in the GGUF file (tokenizer.chat_template); Ollama takes it where it knows it, "
             "otherwise write TEMPLATE."
         )
-    stops += [tokenizer.decode([each]) for each in _further(tokenizer, ends)]
+    stops += [*(tokenizer.decode([each]) for each in _further(tokenizer, ends)), *texts]
     # Ollama reads no escapes there: what has a quote or ends a line cannot be named.
     lines += [f'PARAMETER stop "{stop}"' for stop in dict.fromkeys(stops) if not {'"', "\n"} & {*stop}]
     (directory / "Modelfile").write_text("\n".join(lines) + "\n")

@@ -230,6 +230,8 @@ def _export(trained: TrainedRun, wish: _Wish, target: Path, staging: Path) -> Ex
         compared = _compared(trained, witness, ids, staging, wish)
     distance, in_cpp, accepted = compared
     load = _lines(trained, staging, to, name=target.name, base=trained.base.path.name)
+    if trained.stop:
+        remark("completions of the run ended at texts, too, which a model's files do not say; README.md names them")
     write_card(Card(trained, to, dtype, distance, where, load, in_cpp), staging)
     staging.chmod(0o755)
     _settle(staging)
@@ -325,7 +327,8 @@ def _write_gguf(trained: TrainedRun, policy: Any, tokenizer: Any, staging: Path,
     """The number of `texts` whose ids a tokenizer made of the file gives as the base's does: all of them."""
     file = staging / f"{trained.name}.gguf"
     write_gguf(policy, trained.base, tokenizer, file, dtype, name=trained.name, ends=trained.ends)
-    write_modelfile(staging, tokenizer, model=f"./{file.name}", ends=trained.ends)
+    stop = trained.stop.get("stop", ())
+    write_modelfile(staging, tokenizer, model=f"./{file.name}", ends=trained.ends, texts=stop)
     return verify_gguf(file, tokenizer, texts)
 
 

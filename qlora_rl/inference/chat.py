@@ -81,7 +81,7 @@ class Conversation:
             uses_template = bool(self.tokenizer.chat_template) and not is_text
         self.uses_template = uses_template
         self._sampling = (temperature, top_p)
-        self._ends = end_tokens(self._model.generation_config) | set(trained.ends)
+        self._ends, self._stop = end_tokens(self._model.generation_config) | set(trained.ends), trained.stop
         self._autocast, self._template_kwargs = trained.autocast, trained.template_kwargs
         self._generator = torch.Generator()
         if seed is None:
@@ -163,18 +163,28 @@ class Conversation:
 
     def _stream(self, inputs: dict[str, Any]) -> Iterator[str]:
         """Text of the sampled tokens; a character of several tokens comes when it is complete."""
-        sampled, shown = [], ""
+        sampled, shown, has_ended = [], "", False
         for token in self._sample(inputs):
             sampled.append(token)
+            has_ended = token in self._ends or self._holds_stop(sampled)
             text = self.tokenizer.decode(sampled, skip_special_tokens=True)
             if not text.endswith("\ufffd") and len(text) > len(shown):
                 yield text[len(shown) :]
                 shown = text
+            if has_ended:
+                break
         rest = self.tokenizer.decode(sampled, skip_special_tokens=True)[len(shown) :]
         if rest:
             yield rest
-        if sampled and sampled[-1] not in self._ends:
+        if sampled and not has_ended:
             self.cut_off_after = len(sampled)
+
+    def _holds_stop(self, sampled: list[int]) -> bool:
+        """A text that ended a completion in the training is in it."""
+        if not self._stop:
+            return False
+        text = self.tokenizer.decode(sampled, skip_special_tokens=self._stop.get("skip_special_tokens", True))
+        return any(each in text for each in self._stop["stop"])
 
     def _sample(self, inputs: dict[str, Any]) -> Iterator[int]:
         ids = inputs.pop("input_ids")[0].tolist()
@@ -191,7 +201,7 @@ class Conversation:
         if self._server is not None:
             seed = int(torch.randint(2**31, (), generator=self._generator))
             sampling = {"temperature": temperature, "top_p": top_p, "seed": seed, "stop_token_ids": sorted(self._ends)}
-            yield from self._server.answer(ids, min(self.max_tokens, positions - len(ids)), **sampling)
+            yield from self._server.answer(ids, min(self.max_tokens, positions - len(ids)), **sampling, **self._stop)
             return
         with self._within():
             yield from sample(

@@ -10,14 +10,14 @@ import inspect
 import json
 import math
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, cast
 
-from transformers import AutoConfig, GenerationConfig, TrainerState
+from transformers import AutoConfig, TrainerState
 
 from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.base.model_classes import load_processor
@@ -28,7 +28,7 @@ from qlora_rl.errors import ConfigConflictError, RunDirectoryError, raise_where
 from qlora_rl.image_io import as_thumbnails
 from qlora_rl.inference.prompts import encode, with_images
 from qlora_rl.inference.rows import as_trained
-from qlora_rl.inference.sampling import check_sampling, end_tokens
+from qlora_rl.inference.sampling import check_sampling
 from qlora_rl.inference.trained import TrainedRun
 from qlora_rl.locks import replace_file
 from qlora_rl.stages import begin, ended
@@ -157,9 +157,8 @@ def evaluate(
     """
     from qlora_rl.train.metrics.rewards import check_signature
 
-    sampling = replace(
-        sampling or SamplingSpec(trained.max_tokens, temperature=0.0, seed=0), stop_token_ids=trained.ends
-    )
+    sampling = sampling or SamplingSpec(trained.max_tokens, temperature=0.0, seed=0)
+    sampling = replace(sampling, stop_token_ids=trained.ends, extra={**trained.stop, **sampling.extra})
     rows = [dict(row) for row in rows] if are_as_trained else as_trained(rows, trained.data)
     if not rows or any(not isinstance(row.get("prompt"), str | list) for row in rows):
         raise ConfigConflictError(
@@ -191,24 +190,6 @@ def evaluate(
         samples=samples,
         sampling=sampling,
         rows=_kept(rows, base, policy, samples),
-    )
-
-
-def share_cut_off(
-    prompts: Sequence[int], completions: Sequence[Sequence[int]], ends: Collection[int], max_tokens: int, positions: int
-) -> float:
-    """Share of completions that reached the limit without an end.
-
-    Args:
-        prompts: tokens of the prompt of each completion.
-        completions: token ids.
-        ends: tokens that end a completion.
-        max_tokens: longest completion.
-        positions: longest prompt and completion together.
-    """
-    return fmean(
-        len(ids) >= min(max_tokens, positions - prompt) and ids[-1] not in ends
-        for prompt, ids in zip(prompts, completions, strict=True)
     )
 
 
@@ -277,22 +258,20 @@ def asking(
     ids = [encode(tokenizer, _with_images(row), **template) for row in rows]
     lengths = [len(token_ids(each)) for each in ids]
     length = min(max(lengths) + sampling.max_tokens, engine_positions(AutoConfig.from_pretrained(base.path)))
-    ends = _ends(base.path, tokenizer) | set(sampling.stop_token_ids)
     begin("starting vLLM on the base")
     with LocalEngine(base, **{"max_model_length": length, "use_tqdm_on_load": False} | dict(options)) as engine:
 
         def ask(whose: str, rewards: Mapping[str, Callable[..., Any]], samples: int) -> Side:
             begin(f"sampling from the {whose}: {len(ids) * samples} completions")
-            found = engine.generate([each for each in ids for _ in range(samples)], sampling).completion_ids
+            rollout = engine.generate([each for each in ids for _ in range(samples)], sampling)
+            found = rollout.completion_ids
             begin("calling the rewards")
             texts = tokenizer.batch_decode(found, skip_special_tokens=True)
             asked = [dict(row) for row in rows for _ in range(samples)]
             scores = {
                 name: _score(guard(each, name), asked, texts, found, _of_trl(each)) for name, each in rewards.items()
             }
-            positions = engine.capabilities().max_model_length
-            prompts = [each for each in lengths for _ in range(samples)]
-            cut_off = share_cut_off(prompts, found, ends, sampling.max_tokens, positions)
+            cut_off = fmean(not each for each in rollout.has_ended or [True] * len(found))
             return Side(texts, scores, fmean(map(len, found)), cut_off)
 
         yield engine, ask
@@ -327,14 +306,6 @@ def both_sides(
                 engine.load_dense(iter_weights(trained.load(), dtype=held.spec.dtype), 1)
 
         yield ask, serve_policy
-
-
-def _ends(base: Path, tokenizer: Any) -> set[int]:
-    """The tokens with which vLLM ends a completion: the tokenizer's, and those of the generation config."""
-    own = {getattr(tokenizer, "tokenizer", tokenizer).eos_token_id}  # a processor holds a tokenizer
-    if not (base / "generation_config.json").is_file():
-        return own
-    return own | end_tokens(GenerationConfig.from_pretrained(base))
 
 
 def _with_images(row: Mapping[str, Any]) -> Any:

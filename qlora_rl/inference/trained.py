@@ -25,6 +25,8 @@ from qlora_rl.train.setup.linears import apply_linears
 
 _ADAPTER_CONFIG = "adapter_config.json"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+# Of vLLM's SamplingParams: how it looks for a text that ends a completion.
+_AT_TEXTS = ("stop", "include_stop_str_in_output", "skip_special_tokens")
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,20 @@ class TrainedRun:
     @property
     def ends(self) -> list[int]:
         """Tokens that ended a completion when it was trained; those of the base alone where that is not recorded."""
-        return list(self.config.get("ends", ()))
+        return sorted({*self.config.get("ends", ()), *(self._asked.get("stop_token_ids") or ())})
+
+    @property
+    def stop(self) -> dict[str, Any]:
+        """Fields of vLLM's SamplingParams with the texts that ended a completion when it was trained, in a list;
+        empty where none did."""
+        if not (texts := self._asked.get("stop")):
+            return {}
+        told = {name: self._asked[name] for name in _AT_TEXTS if name in self._asked}
+        return told | {"stop": [texts] if isinstance(texts, str) else list(texts)}
+
+    @property
+    def _asked(self) -> dict[str, Any]:
+        return arguments_of(self.config).get("generation_kwargs") or {}
 
     @property
     def template_kwargs(self) -> dict[str, Any]:

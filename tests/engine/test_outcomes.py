@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from statistics import fmean
@@ -142,6 +143,22 @@ def test_without_a_limit_it_is_that_of_the_training_or_the_models_last_position(
     lengths = [len(ids) for side in sampled for ids in side]
     assert max(lengths) == 128 - 6  # a token for each character of a prompt
     assert sum(found.cut_off) * 6 == pytest.approx(lengths.count(128 - 6))
+
+
+def test_a_text_ends_completions_as_in_the_training(run, base, tmp_path, sampled):
+    path, stop = shutil.copytree(run, tmp_path / "run"), [*"0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"]
+    config = json.loads((path / "config.json").read_text())
+    config["grpo"]["generation_kwargs"] = {"stop": stop, "include_stop_str_in_output": True}
+    (path / "config.json").write_text(json.dumps(config))
+    rows, sampling = [{"prompt": f"{i}+{i}="} for i in range(10, 34)], SamplingSpec(max_tokens=8, temperature=0.0)
+    found = evaluate(open_trained(path), rows, {"by_text": by_text}, sampling=sampling)
+    tokenizer = AutoTokenizer.from_pretrained(base.path)
+    for ids, cut_off in zip(sampled, found.cut_off, strict=True):
+        texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+        assert not any({*stop} & {*text[:-1]} for text in texts)
+        has_ended = [row[-1] == 1 or text[-1:] in stop for row, text in zip(ids, texts, strict=True)]
+        assert cut_off == fmean(not each for each in has_ended)
+        assert 0 < cut_off < 1
 
 
 def _greedy(model, base, prompts):

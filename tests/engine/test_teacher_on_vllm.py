@@ -39,7 +39,9 @@ SEQUENCES = [[40, 41, 42, 43, 44, 45], [60, 9, 33, 12, 7]]
 @pytest.fixture
 def server(base, monkeypatch):
     options = {"max_lora_rank": 8, "max_model_length": 64, "max_num_seqs": 32, "timeout_s": 180}
-    with start_server(base, **options, vllm_options=["--max-logprobs", "50"]) as server:
+    # What a request leaves out: a base may say so in its generation_config.json.
+    defaults = ["--override-generation-config", '{"repetition_penalty": 1.5, "top_k": 2}']
+    with start_server(base, **options, vllm_options=["--max-logprobs", "50", *defaults]) as server:
         monkeypatch.setenv("QLORA_RL_API_KEY", server.key)
         yield server
 

@@ -195,6 +195,7 @@ def test_a_rollout_func_is_masked_by_trls_own_rule(make, heard, batches):
 
 def test_a_run_records_its_ends(make, base, sampled):
     end = common(sampled)
-    trainer = make("grpo", processing_class=with_end(base, end))
+    stop = {"stop_token_ids": [end + 1, end]}
+    trainer = make("grpo", {"generation_kwargs": stop}, processing_class=with_end(base, end))
     trainer.train()
-    assert set(open_trained(trainer.args.output_dir).ends) == {1, end}
+    assert open_trained(trainer.args.output_dir).ends == [1, end, end + 1]

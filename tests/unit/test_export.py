@@ -643,12 +643,20 @@ def test_a_gguf_file_names_the_ends_of_the_run(tmp_path):
     gguf = pytest.importorskip("gguf")
     base = prepare_base(make_bpe_model(tmp_path / "model", "qwen2"), out=tmp_path / "base")
     run = with_ends(make_run(base, tmp_path / "first"), tmp_path / "run", [0, 260, 261])
+    config = json.loads((run / "config.json").read_text())
+    config["grpo"]["generation_kwargs"] = {"stop": ["\n\n", "Human:"]}
+    (run / "config.json").write_text(json.dumps(config))
     done = export(run, "gguf", out=tmp_path / "a", check=False)
     fields = gguf.GGUFReader(next(done.path.glob("*.gguf"))).fields
     found = [fields[f"tokenizer.ggml.{name}_token_id"].contents() for name in ("eos", "eot", "eom")]
     assert found == [0, 260, 261]
     stops = [line for line in (done.path / "Modelfile").read_text().splitlines() if line.startswith("PARAMETER stop")]
-    assert len(stops) == 2
+    assert len(stops) == 3
+    assert stops[-1] == 'PARAMETER stop "Human:"'
+    assert (
+        r'pass them as `stop` (transformers: `stop_strings`): `["\n\n", "Human:"]`'
+        in (done.path / "README.md").read_text()
+    )
 
 
 def test_rows_that_llama_cpp_would_rotate_otherwise_are_found(tmp_path, monkeypatch):

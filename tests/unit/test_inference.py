@@ -17,7 +17,7 @@ from qlora_rl.config.text import to_toml
 from qlora_rl.cpu_features import SETTING
 from qlora_rl.data.load import load_data, read_file
 from qlora_rl.inference.chat import Conversation
-from qlora_rl.inference.evaluation import Compared, Evaluation, Mean, compare, evaluate, save, share_cut_off
+from qlora_rl.inference.evaluation import Compared, Evaluation, Mean, compare, evaluate, save
 from qlora_rl.inference.first_look import FirstLook
 from qlora_rl.inference.rows import as_trained
 from qlora_rl.inference.sampling import choose, precision
@@ -100,17 +100,52 @@ def test_greedy_answers_are_those_of_the_policy_and_of_the_base(run):
         assert "".join(talk.answer("12+34=")) == talk.tokenizer.decode(sampled[0, len(ids) :], skip_special_tokens=True)
 
 
-def test_an_answer_ends_where_the_run_s_completions_did(run, tmp_path):
-    """Its tokenizer may have had another EOS than the base's, which the run records."""
+@pytest.mark.parametrize(
+    "recorded",
+    [
+        lambda text, ids: {"ends": [1, ids[0]]},  # its tokenizer may have had another EOS than the base's
+        lambda text, ids: {"grpo": {"learning_rate": 1e-5, "generation_kwargs": {"stop_token_ids": [ids[0]]}}},
+        lambda text, ids: {"grpo": {"learning_rate": 1e-5, "generation_kwargs": {"stop": ["no such text", text[0]]}}},
+        lambda text, ids: {"grpo": {"learning_rate": 1e-5, "generation_kwargs": {"stop": text[0]}}},
+    ],
+)
+def test_an_answer_ends_where_the_run_s_completions_did(run, tmp_path, recorded):
     path = shutil.copytree(run, tmp_path / "run")
     ask = {"temperature": 0.0, "max_tokens": 6, "uses_template": False}
     talk = Conversation(open_trained(path), **ask)
-    whole = talk.tokenizer("".join(talk.answer("12+34="))).input_ids
+    whole = "".join(talk.answer("12+34="))
     config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"ends": [1, whole[0]]}))
+    (path / "config.json").write_text(json.dumps(config | recorded(whole, talk.tokenizer(whole).input_ids)))
     talk = Conversation(open_trained(path), **ask)
-    assert talk.tokenizer("".join(talk.answer("12+34="))).input_ids == whole[:1] != whole
+    assert "".join(talk.answer("12+34=")) == whole[:1] != whole
     assert talk.cut_off_after is None
+
+
+def test_a_stop_text_may_be_made_of_several_tokens_or_be_a_special_one(run, tmp_path):
+    path = shutil.copytree(run, tmp_path / "run")
+    ask = {"temperature": 0.0, "max_tokens": 6, "uses_template": False}
+    talk = Conversation(open_trained(path), **ask)
+    whole = "".join(talk.answer("12+34="))
+    config = json.loads((path / "config.json").read_text())
+    special = talk.tokenizer.pad_token
+    for seen in (False, True):
+        asked = {"stop": [whole[:2], special], "skip_special_tokens": not seen}
+        config["grpo"]["generation_kwargs"] = asked
+        (path / "config.json").write_text(json.dumps(config))
+        talk = Conversation(open_trained(path), **ask)
+        assert "".join(talk.answer("12+34=")) == whole[:2] != whole
+        assert talk._holds_stop([40, talk.tokenizer.pad_token_id]) == seen
+
+
+def test_a_server_s_clients_are_told_which_texts_to_stop_at(run, tmp_path, monkeypatch, capsys):
+    path, served = shutil.copytree(run, tmp_path / "run"), {}
+    config = json.loads((path / "config.json").read_text())
+    config["grpo"]["generation_kwargs"] = {"stop": "\n\n", "stop_token_ids": [48]}
+    (path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("qlora_rl.engine.server.serve", lambda base, **options: served.update(options))
+    assert main(["serve", str(path)]) == 0
+    assert served["ends"] == [48]
+    assert r"stop=['\n\n']" in capsys.readouterr().err
 
 
 def test_a_talk_remembers_what_was_said_and_forgets_it(run, monkeypatch):
@@ -411,22 +446,6 @@ def test_means_and_errors_are_those_of_prompts_and_the_difference_is_paired():
     assert found.policy.value == pytest.approx(2.5 / 3)
     assert found.difference.value == pytest.approx(1 / 3)
     assert found.difference.error == pytest.approx(math.sqrt(1 / 12) / math.sqrt(3))  # of 0.5, 0.5, 0
-
-
-@pytest.mark.parametrize(
-    ("completion", "is_cut_off"),
-    [
-        ([5, 6, 7, 8], True),
-        ([5, 6, 7, 1], False),  # its end is the last token that it may have
-        ([5, 6, 7, 2], False),
-        ([5, 6, 1], False),
-        ([5, 6, 7], False),  # a stop string has ended it
-    ],
-)
-def test_a_completion_is_cut_off_where_it_reached_the_limit_without_an_end(completion, is_cut_off):
-    assert share_cut_off([4], [completion], {1, 2}, 4, 100) == is_cut_off
-    assert share_cut_off([96], [completion], {1, 2}, 256, 100) == is_cut_off  # the model's last position
-    assert share_cut_off([4, 4], [completion, [1]], {1, 2}, 4, 100) == is_cut_off / 2
 
 
 def test_the_table_says_which_share_of_each_side_was_cut_off():

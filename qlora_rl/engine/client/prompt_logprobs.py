@@ -34,6 +34,9 @@ _TOKENS = 16_384
 _TOO_MUCH = 1e-3
 # What vLLM writes for -inf, which JSON has not (`clamp_prompt_logprobs`).
 _MINUS_INFINITY = -9999.0
+# What vLLM else takes from the model's generation_config.json.
+_PLAIN = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+_PLAIN |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 # What comes of reading an answer that is built in another way than it should be.
 _MISFITS = (AttributeError, KeyError, TypeError, ValueError, OverflowError)
 
@@ -151,14 +154,16 @@ class PromptLogprobs:
 
         Args:
             prompt: token ids.
-            sampling: fields of /v1/completions, such as `temperature`, `top_p`, `seed`, `stop_token_ids`.
+            sampling: fields of /v1/completions, such as `temperature`, `top_p`, `seed`, `stop_token_ids`. Penalties
+                and filters that are left out are off, whatever the model's generation_config.json says.
 
         Raises:
             EngineBrokenError: it stayed away.
             ConfigConflictError: it rejects the request.
             EngineUnsupportedError: it does not say which tokens it has sampled.
         """
-        body = {"model": self.model, "prompt": list(prompt), "max_tokens": tokens, "return_token_ids": True, **sampling}
+        body = {"model": self.model, "prompt": list(prompt), "max_tokens": tokens, "return_token_ids": True}
+        body |= _PLAIN | sampling
         try:
             (choice,) = self._ask("POST", "/v1/completions", body)["choices"]
             return [int(token) for token in choice["token_ids"]]
