@@ -7,6 +7,7 @@ import errno
 import json
 import logging
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,8 @@ _DECIDES = ("do_sample", "num_beams", "return_dict_in_generate", "use_cache")
 _FUSED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj") | dict.fromkeys(
     ("gate_proj", "up_proj"), "gate_up_proj"
 )
-
+# Where transformers keeps the chat template of a tokenizer, and further ones.
+_TEMPLATE, _OTHER_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 
 # (model, weights that are to be quantised by their names in checkpoints) to codes and scales of some of them.
 Choose = Callable[["PreTrainedModel", Mapping[str, torch.Tensor]], Mapping[str, dict[str, torch.Tensor]]]
@@ -150,6 +152,34 @@ def write_ends(base: Path, ends: Sequence[int], directory: Path) -> bool:
     config["eos_token_id"] = [*known, *more]
     (directory / file.name).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     return True
+
+
+def read_template(directory: Path) -> str | dict[str, str] | None:
+    """The chat template that is stored next to a tokenizer, as the tokenizer has it; `None` where there is none."""
+    file, others = directory / _TEMPLATE, sorted((directory / _OTHER_TEMPLATES).glob("*.jinja"))
+    default = file.read_text(encoding="utf-8") if file.is_file() else None
+    named = {each.stem: each.read_text(encoding="utf-8") for each in others}
+    return named | ({} if default is None else {"default": default}) if named else default
+
+
+def write_template(template: str | Mapping[str, str], directory: Path) -> Path:
+    """Write a chat template next to a tokenizer, in place of its own, as transformers reads it.
+
+    Args:
+        template: one, or several by name, of which "default" is the one that is taken without tools.
+        directory: with the files of the tokenizer, or without.
+
+    Returns:
+        The file of the default.
+    """
+    file, others = directory / _TEMPLATE, directory / _OTHER_TEMPLATES
+    shutil.rmtree(others, ignore_errors=True)
+    for name, text in ({"default": template} if isinstance(template, str) else template).items():
+        if name != "default":
+            others.mkdir(exist_ok=True)
+        place = file if name == "default" else others / f"{Path(name).name}.jinja"
+        place.write_text(text, encoding="utf-8")
+    return file
 
 
 def _skipped(

@@ -74,13 +74,15 @@ def run(arguments: argparse.Namespace) -> int:
     with loading():
         from qlora_rl.engine.server import serve
     if ((given / CONFIG).is_file() and not (given / MANIFEST).is_file()) or (given / ADAPTER_CONFIG).is_file():
-        given, options["adapter"], options["ends"] = _trained(given)
+        given, of_run = _trained(given)
+        options |= of_run
     serve(given, **options)
     return 0
 
 
-def _trained(run: Path) -> tuple[Path, Path, list[int]]:
-    """The base of a run, checked, the adapter on it, and what ends a completion of it.
+def _trained(run: Path) -> tuple[Path, dict[str, Any]]:
+    """The base of a run, checked, and what `serve` is told of the run: the adapter, what ends a completion of it, and
+    its chat template.
 
     Raises:
         ConfigConflictError: there is no adapter.
@@ -99,4 +101,8 @@ def _trained(run: Path) -> tuple[Path, Path, list[int]]:
         remark(f"the run was trained with a system prompt, which clients have to send as the first message: {said!r}")
     if texts := trained.stop.get("stop"):
         remark(f"completions of the run ended at texts, too, which vLLM takes from clients alone: stop={texts!r}")
-    return trained.base.path, trained.adapter, trained.ends
+    return trained.base.path, {
+        "adapter": trained.adapter,
+        "ends": trained.ends,
+        "chat_template": trained.chat_template,
+    }

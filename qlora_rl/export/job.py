@@ -23,7 +23,7 @@ from qlora_rl.adapter.verdict import judge_adapter
 from qlora_rl.base.bake import bake_base, copy_plain
 from qlora_rl.base.checkpoint import load_base
 from qlora_rl.base.model_classes import directory_takes_images
-from qlora_rl.base.writer import write_ends, write_weights
+from qlora_rl.base.writer import write_ends, write_template, write_weights
 from qlora_rl.contracts import rank_class
 from qlora_rl.engine.cleanup import trim_memory
 from qlora_rl.errors import AdapterRejectedError, ConfigConflictError, ExportError, raise_where
@@ -319,6 +319,8 @@ def _write_adapter(trained: TrainedRun, staging: Path) -> None:
 
 def _write_merged(trained: TrainedRun, model: Any, staging: Path, dtype: str) -> None:
     copy_plain(trained.base, staging, dtype)
+    if trained.chat_template is not None:
+        write_template(trained.chat_template, staging)
     write_ends(trained.base.path, trained.ends, staging)
     write_weights(iter_weights(model, dtype=getattr(torch, dtype)), staging, shard_bytes=SHARD_BYTES)
 
@@ -376,7 +378,8 @@ def _lines(trained: TrainedRun, written: Path, to: str, *, name: str, base: str)
             rank = f" --max-lora-rank {rank_class(config['r'])}" if config["r"] > 16 else ""
             ends = f" --generation-config {quote(name)}" if (written / "generation_config.json").is_file() else ""
             adapter = quote(f"policy={name}")
-            lines["vllm"] = f"vllm serve {quote(base)} --enable-lora{rank} --lora-modules {adapter}{ends}"
+            talks = "" if trained.chat_template is None else f" --chat-template {quote(f'{name}/chat_template.jinja')}"
+            lines["vllm"] = f"vllm serve {quote(base)} --enable-lora{rank} --lora-modules {adapter}{ends}{talks}"
         return lines
     if to == "gguf":
         file = f"{trained.name}.gguf"
@@ -407,9 +410,8 @@ def _text(value: str) -> str:
 
 
 def _tokenizer(trained: TrainedRun) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(trained.base.path)
+    processor = trained.processor()
+    return getattr(processor, "tokenizer", processor)
 
 
 def _settle(directory: Path) -> None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from qlora_rl.base.model_classes import load_processor
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.inference.prompts import model_inputs, with_images
 from qlora_rl.inference.rows import turn
@@ -66,7 +65,7 @@ class Conversation:
         self.max_tokens = trained.max_tokens if max_tokens is None else max_tokens
         self.cut_off_after: int | None = None
         check_sampling("chatting", self.max_tokens, temperature, top_p)
-        self.tokenizer = load_processor(trained.base.path)
+        self.tokenizer = trained.processor()
         with ended():
             begin("loading the base" if is_base_only else "loading the policy")
             self._model = trained.load_base_alone() if is_base_only else trained.load()

@@ -241,6 +241,7 @@ def asking(
     sampling: SamplingSpec,
     template: Mapping[str, Any],
     options: Mapping[str, Any],
+    tokenizer: Any = None,
 ) -> Iterator[tuple[Any, Ask]]:
     """An engine on the base, long enough for these rows, and what asks it all of them.
 
@@ -250,11 +251,12 @@ def asking(
         sampling: of all completions.
         template: further arguments of the chat template.
         options: of `LocalEngine`.
+        tokenizer: of the rows, or the processor; by default that of the base.
     """
     from qlora_rl.engine.local import LocalEngine
     from qlora_rl.train.metrics.rewards import guard
 
-    tokenizer = load_processor(base.path)
+    tokenizer = load_processor(base.path) if tokenizer is None else tokenizer
     ids = [encode(tokenizer, _with_images(row), **template) for row in rows]
     lengths = [len(token_ids(each)) for each in ids]
     length = min(max(lengths) + sampling.max_tokens, engine_positions(AutoConfig.from_pretrained(base.path)))
@@ -295,7 +297,7 @@ def both_sides(
     options = {"max_lora_rank": bundle.rank if bundle else 0, **options}
     with (
         tempfile.TemporaryDirectory(prefix="qlora-rl-eval-") as directory,
-        asking(held, rows, sampling, trained.template_kwargs, options) as (engine, ask),
+        asking(held, rows, sampling, trained.template_kwargs, options, trained.processor()) as (engine, ask),
     ):
 
         def serve_policy() -> None:

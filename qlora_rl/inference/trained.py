@@ -14,7 +14,7 @@ from qlora_rl.adapter.store import ORIGIN
 from qlora_rl.base.attention.choice import attention_for
 from qlora_rl.base.checkpoint import MANIFEST, PreparedBase, load_base, open_base
 from qlora_rl.base.hub import in_short
-from qlora_rl.base.model_classes import auto_class
+from qlora_rl.base.model_classes import auto_class, load_processor
 from qlora_rl.config.schema import Data, Reward
 from qlora_rl.contracts import SamplingSpec
 from qlora_rl.documents import read_object
@@ -123,6 +123,21 @@ class TrainedRun:
     def rewards(self) -> list[Reward]:
         """[[rewards]] of the run's file; none where it was trained without one, or without rewards."""
         return [Reward.model_construct(**each) for each in self._file.get("rewards", [])]
+
+    @property
+    def chat_template(self) -> str | dict[str, str] | None:
+        """That it was trained with; `None` where it is that of the base."""
+        return self.config.get("chat_template")
+
+    def processor(self) -> Any:
+        """The tokenizer of the base, of a vision-language model the processor, with the chat template that it was
+        trained with."""
+        found = load_processor(self.base.path)
+        if self.chat_template is not None:
+            for each in (found, getattr(found, "tokenizer", None)):
+                if each is not None:
+                    each.chat_template = self.chat_template
+        return found
 
     def load(self) -> Any:
         """The policy as it was trained: the 4-bit base with the adapter; in eval mode.

@@ -128,6 +128,28 @@ class OfflineTrainer(RecordedTraining):
         products = products_of(self.model, self.base, args)
         self._finalizer = weakref.finalize(self, products.close)  # also when nobody calls close()
 
+    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, *further: Any) -> Any:
+        """As TRL's, which drops rows of which `max_length` leaves nothing to learn: they are counted.
+
+        Args:
+            further: the dataset's name; of SFT after whether it is packed, and a function.
+
+        Raises:
+            ConfigConflictError: none is left.
+        """
+        rows = super()._prepare_dataset(dataset, processing_class, args, *further)
+        is_packed = len(further) > 1 and further[0]
+        if hasattr(dataset, "__len__") and not is_packed and len(dataset):
+            given = self._given(dataset)
+            lost = dataset_checks.lost_rows(given, len(rows), further[-1], args.max_length)
+            if lost and self.run is not None:
+                logger.warning("%s", lost)
+        return rows
+
+    def _given(self, dataset: Any) -> int:
+        """The rows that TRL makes of a dataset."""
+        return len(dataset)
+
     def _travels(self) -> dict[str, Any]:
         """How the adapter could be synced, for config.json."""
         verdict = judge_adapter(self.model)
@@ -365,6 +387,9 @@ class QLoRAKTOTrainer(PreferenceTrainer, KTOTrainer):
         if found:
             raise collected("reading the arguments", found, ConfigConflictError)
         super().set_up(model, args, **given)
+
+    def _given(self, dataset: Any) -> int:
+        return len(dataset) * (2 if {"chosen", "rejected"} <= set(dataset.column_names) else 1)
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: KTOConfig, dataset_name: str) -> Any:
         """As TRL's, without a last row that has a micro-batch to itself: its KL would be between it and itself.

@@ -705,7 +705,7 @@ def test_a_trained_run_is_served_by_its_name_alone(base, tmp_path):
     surest = max(range(len(SEQUENCES)), key=lambda i: float(likeliest[i].values.diff().abs()))
     last = int(likeliest[surest].indices[0])
     config = json.loads((run / "config.json").read_text())
-    (run / "config.json").write_text(json.dumps(config | {"ends": [1, last]}))
+    (run / "config.json").write_text(json.dumps(config | {"ends": [1, last], "chat_template": "<2>"}))
     command = [sys.executable, "-m", "qlora_rl.cli", "serve", str(run), "--port", "0", "--api-key-file", str(key),
     "--ready-file",
                str(ready), "--max-model-length", "64", "--max-num-seqs", "4"]  # fmt: skip
@@ -718,6 +718,9 @@ def test_a_trained_run_is_served_by_its_name_alone(base, tmp_path):
             assert verify_base(load_base(base), engine).is_verified
             found = [engine.score(SEQUENCES, bare=bare) for bare in (False, True)]
             ended = engine.generate([SEQUENCES[surest]], max_tokens=4, temperature=0.0)
+            messages = {"model": "policy", "messages": [{"role": "user", "content": "1+1="}], "max_tokens": 1}
+            answer = ask(engine, "POST", "/v1/chat/completions", key.read_text().strip(), json=messages, timeout=60)
+        assert answer.json()["usage"]["prompt_tokens"] == 3  # by the run's own chat template
         assert (ended.completion_ids, ended.has_ended) == ([[last]], [True])  # as the run's own completions
         own = [
             logits_TV[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]

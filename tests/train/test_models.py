@@ -236,7 +236,8 @@ def test_a_model_object_with_an_old_generation_config_can_be_saved_after_its_tra
     (source / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6, "eos_token_id": 1}')
     model = AutoModelForCausalLM.from_pretrained(source)
     base = base_of(model, None, AutoTokenizer.from_pretrained(source))
-    saved = RunDirectory(tmp_path / "run").save_model(model, base.path)
+    saved = RunDirectory(tmp_path / "run").save_model(model, base.path, chat_template="<1>")
+    assert AutoTokenizer.from_pretrained(saved).chat_template == "<1>"
     assert json.loads((saved / "generation_config.json").read_text())["eos_token_id"] == 1
 
 

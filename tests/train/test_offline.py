@@ -20,6 +20,7 @@ from qlora_rl import (
     QLoRASFTTrainer,
     RunDirectoryError,
     load_base,
+    open_trained,
     prepare_base,
 )
 from qlora_rl.base import writer
@@ -97,6 +98,59 @@ def test_messages_that_the_chat_template_does_not_take_are_rejected(kind, make, 
     whole = [{name: [*row["prompt"], answer] for name in (("messages",) if kind == "sft" else names)} for row in rows]
     with pytest.raises(ConfigConflictError, match="row 2"):
         make(kind, train_dataset=Dataset.from_list(whole), processing_class=tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"), [*((kind, "processing_class") for kind in KINDS), ("sft", "chat_template_path")]
+)
+def test_a_run_records_the_chat_template_that_is_not_the_bases(kind, way, make, base, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(base.path)
+    other = "{% for m in messages %}<{{ m['content'] }}>{% endfor %}"
+    (tmp_path / "chat.jinja").write_text(other)
+    fields = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    if way == "processing_class":
+        make(kind, fields | {"output_dir": str(tmp_path / "plain")}, processing_class=tokenizer).train()
+        plain = open_trained(tmp_path / "plain")
+        assert "chat_template" not in plain.config
+        assert plain.processor().chat_template == tokenizer.chat_template
+        tokenizer.chat_template = other
+        trainer = make(kind, fields, processing_class=tokenizer)
+    else:
+        trainer = make(kind, fields | {way: str(tmp_path / "chat.jinja")})
+    trainer.train()
+    for path in (trainer.run.path, trainer.run.path / "checkpoint-1"):
+        assert open_trained(path).processor().chat_template == other
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_max_length_leaves_nothing_of_are_counted_and_all_of_them_are_rejected(kind, make, caplog):
+    """TRL drops them."""
+    long = [f"{'1' * (40 if number % 4 else 1)}{row['prompt']}" for number, row in enumerate(PAIRS)]
+    rows = PAIRS.remove_columns("prompt").add_column("prompt", long)  # KTO takes them apart
+    if kind == "sft":
+        rows = rows.rename_column("chosen", "completion").remove_columns("rejected")
+    given = 2 * len(rows) if kind == "kto" else len(rows)
+    trainer = make(kind, {"max_length": 16}, train_dataset=rows, eval_dataset={"own": rows.select([0, 1])})
+    assert len(trainer.train_dataset) == given // 4
+    told = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
+    assert [each.partition(" rows")[0] for each in told] == [
+        f"reading the train dataset: {given * 3 // 4} of its {given}",
+        f"reading the own dataset: {given // 16} of its {given // 8}",
+    ]
+    assert all("max_length=16" in each and "raise max_length" in each for each in told)
+    caplog.clear()
+    trainer.close()
+    make(kind, {"max_length": 64}, train_dataset=rows, existing_run="overwrite").close()
+    assert "left out" not in caplog.text
+    with pytest.raises(ConfigConflictError, match=r"the train dataset: all of its .*max_length=16.*Raise"):
+        make(kind, {"max_length": 16}, train_dataset=rows.select([1, 2, 3, 5]), existing_run="overwrite")
+
+
+def test_rows_that_are_packed_or_of_a_stream_are_not_counted(make, caplog):
+    rows = SENTENCES.map(lambda row: {"text": row["text"] * 2})
+    make("sft", {"max_length": 64, "packing": True}, train_dataset=rows)
+    make("sft", {"max_length": 4}, train_dataset=rows.to_iterable_dataset(), existing_run="overwrite")
+    assert "left out" not in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["input_ids", "skip_prepare_dataset", "texts"])

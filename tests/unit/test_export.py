@@ -179,6 +179,26 @@ def test_an_export_ends_where_the_run_s_completions_did(run, base, tmp_path):
     assert Witness(policy, [[40, 41], [42]], ends=[end])._cases[0] == (whole[0][0][: place + 1], 2)
 
 
+TALK = [{"role": "user", "content": "1"}]
+
+
+@pytest.mark.parametrize(
+    "template", ["<é{{ messages[0]['content'] }}>\n", {"default": "<2>", "tool_use": "<3>"}], ids=type
+)
+def test_an_export_has_the_chat_template_that_the_run_was_trained_with(copy, tmp_path, template):
+    before = export(copy, "adapter", out=tmp_path / "before", check=False)
+    assert "chat-template" not in before.load["vllm"]
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"chat_template": template}))
+    for kind in ("merged", "adapter", "merged-original"):
+        done = export(copy, kind, out=tmp_path / kind, check=False)
+        found = AutoTokenizer.from_pretrained(done.path)
+        assert found.chat_template == template
+        assert found("1+1=") == AutoTokenizer.from_pretrained(before.path)("1+1=")
+        if kind == "adapter":
+            assert done.load["vllm"].endswith(f" --chat-template {done.path}/chat_template.jinja")
+
+
 def test_a_policy_with_softcapped_attention_is_exported(tmp_path):
     """What is loaded again has its bound, too, which transformers' default leaves out."""
     run = make_run(prepare_base(make_model(tmp_path / "model", architecture="gemma2"), "none"), tmp_path / "run")

@@ -172,6 +172,39 @@ def test_a_seed_gives_the_same_answer_again(run):
     assert len(said) == 2
 
 
+def test_a_talk_and_an_evaluation_take_the_chat_template_that_the_run_was_trained_with(run, tmp_path, monkeypatch):
+    """TRL takes it from the tokenizer that it was given; the base keeps its own."""
+    from qlora_rl import FakeEngine, load_base
+    from qlora_rl.inference.evaluation import both_sides
+
+    asked = []
+
+    class Engine(FakeEngine):
+        def __init__(self, base, **_):
+            super().__init__(load_base(base), max_model_length=64)
+
+        def generate(self, prompts, *arguments, **named):
+            asked.extend(prompts)
+            return super().generate(prompts, *arguments, **named)
+
+    path = with_template(shutil.copytree(run, tmp_path / "run"), "<{{ messages[0]['content'] }}>")
+    talk = Conversation(open_trained(path), temperature=0.0, max_tokens=2)
+    expected = talk.tokenizer("<1+1=>").input_ids
+    monkeypatch.setattr(talk, "_sample", lambda inputs: asked.append(inputs["input_ids"][0].tolist()) or iter(()))
+    list(talk.answer("1+1="))
+    monkeypatch.setattr("qlora_rl.engine.local.LocalEngine", Engine)
+    rows = [{"prompt": [{"role": "user", "content": "1+1="}]}]
+    with both_sides(open_trained(path), rows, SamplingSpec(2), {}) as (ask, _):
+        ask("base", {}, 1)
+    assert asked == [expected, expected]
+
+
+def with_template(run, template):
+    """As a run is whose tokenizer had another chat template than the base's."""
+    config = json.loads((run / "config.json").read_text())
+    return with_config(run, json.dumps(config | {"chat_template": template}))
+
+
 def test_from_a_pipe_each_line_gets_its_own_answer(run, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO("12+34=\n56+11=\n12+34=\n"))
     assert main(["chat", str(run), "--temperature", "0", "--max-tokens", "4", "--json"]) == 0

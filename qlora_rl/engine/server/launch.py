@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ from qlora_rl.adapter.export import read_adapter
 from qlora_rl.adapter.store import AdapterStore, default_root, pack_adapter
 from qlora_rl.base.checkpoint import open_base
 from qlora_rl.base.fingerprint import compare, recorded_fingerprint
-from qlora_rl.base.writer import write_ends
+from qlora_rl.base.writer import write_ends, write_template
 from qlora_rl.contracts import AdapterBundle, ClosedAtEnd, rank_class
 from qlora_rl.engine import compat
 from qlora_rl.engine.cleanup import end_with
@@ -81,6 +81,7 @@ def serve(
     base_compute: str = "nf4",
     adapter: str | os.PathLike[str] | None = None,
     ends: Sequence[int] = (),
+    chat_template: str | Mapping[str, str] | None = None,
     vllm_options: Sequence[str] = (),
     **options: Any,
 ) -> None:
@@ -100,6 +101,7 @@ def serve(
         adapter: PEFT directory of a LoRA on this base, served as model "policy" from the start, as version 1; the base
             must then be the one that was written.
         ends: tokens that end a completion, besides those of the base: a run's tokenizer may have had another EOS.
+        chat_template: of messages, in place of that of the base; as `write_template` takes it.
         vllm_options: further options of vLLM's own command line.
         options: of the engine, as `LocalEngine` takes them: max_lora_rank, max_model_length, max_num_seqs, ...
 
@@ -137,8 +139,7 @@ def serve(
         sock = bind(host, port)
         stack.callback(sock.close)
         url = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
-        if write_ends(Path(base), ends, own):
-            vllm_options = ["--generation-config", str(own), *vllm_options]
+        vllm_options = [*_options_of_run(base, ends, chat_template, own), *vllm_options]
         own_arguments = start.arguments | (compat.executor_of_server(start.ranks) if start.is_cpu else {})
         arguments = compat.server_arguments(own_arguments, host, sock.getsockname()[1], vllm_options, start.dtypes)
         server = _Server(base, start, store, key, key_path, url, max_body_mib, ready_file, base_compute, bundle)
@@ -148,6 +149,16 @@ def serve(
         except (KeyboardInterrupt, asyncio.CancelledError):
             if not server.is_ready:
                 raise KeyboardInterrupt from None
+
+
+def _options_of_run(
+    base: str | os.PathLike[str], ends: Sequence[int], chat_template: str | Mapping[str, str] | None, directory: Path
+) -> list[str]:
+    """vLLM's options for what a run has of its own; the files that they name are written into the directory."""
+    found = ["--generation-config", str(directory)] if write_ends(Path(base), ends, directory) else []
+    if chat_template is not None:
+        found += ["--chat-template", str(write_template(chat_template, directory))]
+    return found
 
 
 def _with_room(bundle: AdapterBundle, adapter: object, options: dict[str, Any]) -> AdapterBundle:

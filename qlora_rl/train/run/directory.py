@@ -217,7 +217,13 @@ class RunDirectory:
                 write_origin(directory, base_identity)
         return self.path / ADAPTER
 
-    def save_model(self, model: Any, base: Path, weights: Mapping[str, Any] | None = None) -> Path:
+    def save_model(
+        self,
+        model: Any,
+        base: Path,
+        weights: Mapping[str, Any] | None = None,
+        chat_template: str | Mapping[str, str] | None = None,
+    ) -> Path:
         """Save a model that was trained itself to `model/`, with the tokenizer of its base; the one before it stays
         until this one is whole.
 
@@ -225,12 +231,17 @@ class RunDirectory:
             model: of transformers.
             base: directory of the base that it was.
             weights: of the model, where they were gathered.
+            chat_template: that it was trained with, where it is not that of the base.
         """
         with self._replaced(MODEL) as directory:
             model.save_pretrained(directory, **({} if weights is None else {"state_dict": dict(weights)}))
             for file in (*base.glob("*token*"), *base.glob("*.jinja"), *base.glob("vocab*"), *base.glob("merges*")):
                 if file.is_file():
                     shutil.copy(file, directory / file.name)
+            if chat_template is not None:
+                from qlora_rl.base.writer import write_template
+
+                write_template(chat_template, directory)
         return self.path / MODEL
 
     @contextlib.contextmanager

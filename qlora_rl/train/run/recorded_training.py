@@ -14,6 +14,7 @@ from qlora_rl.adapter.inspected import active_adapter, bare_model, is_bare, shor
 from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.base.experts import directory_is_mixture
 from qlora_rl.base.model_classes import load_processor
+from qlora_rl.base.writer import read_template
 from qlora_rl.cpu_features import keep_few_kernels, processor
 from qlora_rl.cpu_matmul import Float32Products
 from qlora_rl.distributed import ranks
@@ -206,7 +207,7 @@ class RecordedTraining(Resumable, WrappedModel):
         if trained is None:
             return
         if is_bare(trained):
-            self.run.save_model(trained, self.base.path, weights)
+            self.run.save_model(trained, self.base.path, weights, self._other_template())
         else:
             self.run.save_adapter(trained, self.base.parent or self.base.identity, weights)
 
@@ -229,6 +230,7 @@ class RecordedTraining(Resumable, WrappedModel):
             "ends": self._ends(),
             "seed": self.args.seed,
             "adapter_dtype": adapter_dtype,
+            **({} if (template := self._other_template()) is None else {"chat_template": template}),
             "lora": {k: sorted(v) if isinstance(v, set) else v for k, v in adapter.items() if v is not None},
             self._method.record: self.args.to_dict(),
             "versions": describe_versions(),
@@ -240,6 +242,11 @@ class RecordedTraining(Resumable, WrappedModel):
         held = bare_model(self.model).generation_config.eos_token_id
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
         return sorted({*(held if isinstance(held, list) else [held]), tokenizer.eos_token_id} - {None})
+
+    def _other_template(self) -> str | dict[str, str] | None:
+        """The chat template of the tokenizer or processor; `None` where it is that of the base, or there is none."""
+        template = getattr(self.processing_class, "chat_template", None)
+        return None if not template or template == read_template(self.base.path) else template
 
 
 def open_run(output_dir: str, existing: str) -> RunDirectory | None:

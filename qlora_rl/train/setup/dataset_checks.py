@@ -205,6 +205,26 @@ def why_no_step(args: Any, dataset: Any) -> str:
     )
 
 
+def lost_rows(given: int, left: int, name: str, max_length: int | None) -> str:
+    """That TRL has dropped rows of a dataset, in words; empty where it has not.
+
+    Raises:
+        ConfigConflictError: all of them.
+    """
+    doing, why = f"reading the {name} dataset", f"max_length={max_length} leaves nothing of them to learn from"
+    if not left:
+        raise ConfigConflictError(
+            f"{doing}: all of its {given} rows would be left out: {why}, as where the prompt alone fills it. Raise "
+            "max_length, or shorten the prompts."
+        )
+    if left >= given:
+        return ""
+    return (
+        f"{doing}: {given - left} of its {given} rows are left out: {why}, as where the prompt alone fills it; raise "
+        "max_length, or shorten the prompts"
+    )
+
+
 def parts(datasets: Sequence[Any]) -> list[Any]:
     """`None` is left out, and of a dictionary all values are there."""
     return [part for d in datasets if d is not None for part in (d.values() if isinstance(d, dict) else [d])]
