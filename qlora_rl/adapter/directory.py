@@ -49,7 +49,7 @@ class OpenedAdapter:
     misfits: tuple[Finding, ...] = ()
 
 
-def load_adapters(model: Any, directory: Path) -> None:
+def load_adapters(model: Any, directory: Path) -> bool:
     """Give the adapters of a PeftModel the values of a directory that its own `save_pretrained` has written, bit for
     bit.
 
@@ -58,14 +58,20 @@ def load_adapters(model: Any, directory: Path) -> None:
     Args:
         model: the PeftModel; adapters that the directory does not hold are left as they are.
         directory: one adapter in it, or one in a directory with its name, as PEFT lays them down.
+
+    Returns:
+        The active one was there.
     """
     from peft import set_peft_model_state_dict
 
+    found = set()
     for name in model.peft_config:
         for place in (directory / name, directory):
             if (place / WEIGHTS).exists() and (place != directory or name == "default" or len(model.peft_config) == 1):
                 set_peft_model_state_dict(model, read_tensors(place), adapter_name=name)
+                found.add(name)
                 break
+    return active_adapter(model) in found
 
 
 def saved_names(model: Any) -> dict[str, str]:

@@ -16,6 +16,7 @@ from kinds import lora
 from peft import LoraConfig, get_peft_model
 from PIL import Image
 from resumed import adapter, assert_same_run, lines, make, reward_digits
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import TrainerCallback
 
@@ -294,6 +295,37 @@ def test_only_so_many_checkpoints_stay_and_the_best(base, tmp_path):
     assert [d.name for d in checkpoints.numbered(tmp_path)] == ["checkpoint-2", "checkpoint-4"]
     saved = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
     assert saved["best_model_checkpoint"] == str(tmp_path / "checkpoint-2")
+
+
+def under_the_name(name, base, scale=1.0):
+    """Fields of `make`: a model with an adapter of that name, and a factor that its config does not say."""
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    model = get_peft_model(load_base(base), config, adapter_name=name)
+    for module in model.modules():
+        if hasattr(module, "set_scale"):
+            module.set_scale(name, scale)
+    return {"model": model, "peft_config": None}
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("policy", "float32"), ("default", "bfloat16"), ("policy", "bfloat16")])
+def test_the_best_adapter_is_what_is_left_whatever_its_name_and_dtype(name, dtype, base, tmp_path):
+    fields = {"eval_dataset": rows(2, 60), "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "max_steps": 2}
+    fields |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
+    scores = iter([1.0, 0.0])
+    given = under_the_name(name, base) | {"adapter_dtype": dtype}
+    with make(base, tmp_path, "fake", **given, **fields) as trainer:
+        evaluate = trainer.evaluate
+        trainer.evaluate = lambda *a, **k: evaluate(*a, **k) | {"eval_loss": next(scores)}
+        trainer.train()
+    best, last = (
+        load_file(next((tmp_path / f"checkpoint-{step}").rglob("adapter_model.safetensors"))) for step in (1, 2)
+    )
+    left = adapter(tmp_path)
+    assert {str(value.dtype) for value in left.values()} == {f"torch.{dtype}"}
+    assert left.keys() == best.keys()
+    assert all(torch.equal(left[key], best[key]) for key in best)
+    assert not all(torch.equal(left[key], last[key]) for key in last)
 
 
 def test_a_full_disk_leaves_the_checkpoints_before_it(base, tmp_path, monkeypatch):

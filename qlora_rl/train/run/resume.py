@@ -304,11 +304,13 @@ class Resumable:
             self.entropy_coef, self._last_world_entropy = state["entropy_coef"], state["last_world_entropy"]
 
     def _load_best_model(self) -> None:
-        """transformers', which wants files of the way in which the trainer is spread; here the adapter is read."""
+        """transformers', which wants files of the way in which the trainer is spread, looks for an adapter by the name
+        of "default" alone, and has PEFT cast it; here the adapter is read."""
+        best = Path(self.state.best_model_checkpoint)
         if is_gathered(self.model):
-            load_weights(self.model, Path(self.state.best_model_checkpoint))
-        else:
-            super()._load_best_model()
+            load_weights(self.model, best)
+        elif is_bare(self.model) or not load_adapters(self.model, best):
+            super()._load_best_model()  # which warns where nothing is there
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """TRL's checkpoint and our state, whole or not there."""
