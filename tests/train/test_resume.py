@@ -20,7 +20,10 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import TrainerCallback
 
-from qlora_rl import ConfigConflictError, RunDirectoryError, load_base, prepare_base
+from qlora_rl import ConfigConflictError, RunDirectoryError, load_base, open_trained, prepare_base
+from qlora_rl.adapter.directory import adapter_in
+from qlora_rl.adapter.inspected import InspectedAdapter, factors_of
+from qlora_rl.adapter.store import ORIGIN
 from qlora_rl.train.run import RunDirectory, checkpoints, resume
 from qlora_rl.train.run.identity import digest_dataset
 
@@ -326,6 +329,41 @@ def test_the_best_adapter_is_what_is_left_whatever_its_name_and_dtype(name, dtyp
     assert left.keys() == best.keys()
     assert all(torch.equal(left[key], best[key]) for key in best)
     assert not all(torch.equal(left[key], last[key]) for key in last)
+
+
+@pytest.mark.parametrize("is_of_an_earlier_version", [False, True])
+def test_a_checkpoint_of_an_adapter_under_another_name_is_whole(is_of_an_earlier_version, base, tmp_path, monkeypatch):
+    fields = {"max_steps": 4, "save_steps": 2}
+    make(base, tmp_path / "straight", "fake", **fields, **under_the_name("policy", base, 3.0)).train()
+    if is_of_an_earlier_version:
+        monkeypatch.setattr(resume, "place_of", lambda *_: None)
+    killed(base, tmp_path / "run", 3, **fields, **under_the_name("policy", base, 3.0))
+    monkeypatch.undo()
+    checkpoint = tmp_path / "run" / "checkpoint-2"
+    for given in (checkpoint, checkpoint / "policy"):
+        opened = open_trained(given)
+        assert (opened.path.name, opened.adapter.name, opened.step) == ("run", "policy", 2)
+        assert adapter_in(given) == opened.adapter
+    if not is_of_an_earlier_version:
+        assert json.loads((checkpoint / "policy" / ORIGIN).read_text()) == {"base_identity": base.identity}
+        layers = InspectedAdapter(opened.load(), "default").layers.values()
+        assert {factors_of(layer, "default").scale for layer in layers} == {6.0}  # 3 times 8 / 4
+    (tmp_path / "run" / "trainer_state.json").touch()  # as `save_state` leaves it; no checkpoint for that
+    assert open_trained(checkpoint).step == 2
+    make(base, tmp_path / "run", "fake", **fields, **under_the_name("policy", base, 3.0)).train()
+    assert_same_run(tmp_path / "run", tmp_path / "straight")
+    assert open_trained(tmp_path / "run" / "adapter").step == 4
+
+
+def test_of_two_adapters_in_a_checkpoint_the_trained_one_is_opened(base, tmp_path):
+    given = under_the_name("default", base)
+    given["model"].add_adapter("policy", given["model"].peft_config["default"])
+    given["model"].set_adapter("policy")
+    make(base, tmp_path, "fake", max_steps=1, save_steps=1, **given).train()
+    opened = open_trained(tmp_path / "checkpoint-1")
+    assert opened.adapter == tmp_path / "checkpoint-1" / "policy"
+    saved, left = load_file(opened.adapter / "adapter_model.safetensors"), adapter(tmp_path)
+    assert all(torch.equal(saved[key], left[key]) for key in left)
 
 
 def test_a_full_disk_leaves_the_checkpoints_before_it(base, tmp_path, monkeypatch):

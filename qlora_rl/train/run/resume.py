@@ -24,10 +24,10 @@ from transformers import TrainerCallback, TrainerState
 from transformers.trainer_utils import TrainOutput
 from trl.trainer.utils import RepeatSampler
 
-from qlora_rl.adapter.directory import load_adapters
+from qlora_rl.adapter.directory import load_adapters, place_of
 from qlora_rl.adapter.export import settle_patterns
 from qlora_rl.adapter.inspected import is_bare
-from qlora_rl.adapter.store import write_origin
+from qlora_rl.adapter.store import STATE, write_origin
 from qlora_rl.base.fingerprint import digest_bytes
 from qlora_rl.distributed import ranks
 from qlora_rl.documents import read_object
@@ -50,7 +50,7 @@ from qlora_rl.train.setup.processes import sharding_of
 
 logger = logging.getLogger(__name__)
 
-STATE, ROLLOUTS, TRAINER_STATE = "qlora_rl.json", "rollouts.pt", "trainer_state.json"
+ROLLOUTS, TRAINER_STATE = "rollouts.pt", "trainer_state.json"
 ENTROPY = "entropy_ctrl_state.json"
 # What a checkpoint's state must hold.
 _FIELDS = {
@@ -347,9 +347,9 @@ class Resumable:
         weights = None if is_bare(trained) else trained_weights(trained)
         if not ranks().is_first:
             return
-        if not is_bare(trained) and (directory / "adapter_config.json").exists():
-            settle_patterns(trained, directory)
-            write_origin(directory, self.base.parent or self.base.identity)
+        if not is_bare(trained) and (place := place_of(trained, directory)) is not None:
+            settle_patterns(trained, place)
+            write_origin(place, self.base.parent or self.base.identity)
         if self._uses_rollouts_again():
             torch.save(self._buffered_inputs if ranks().size == 1 else parts, directory / ROLLOUTS)
         state = {
