@@ -228,6 +228,23 @@ def test_another_run_is_rejected_by_name_and_nothing_is_touched(base, apart, oth
     }
 
 
+def test_a_run_under_other_factors_is_another_run(base, tmp_path):
+    fields = {"max_steps": 3, "save_steps": 2}
+    killed(base, tmp_path, 2, **fields, **under_the_name("default", base, 3.0))
+    with pytest.raises(ConfigConflictError, match=r"factors was 6\.0 and is 2\.0 .*set_scale"):
+        make(base, tmp_path, "fake", **fields, **under_the_name("default", base))
+    one = under_the_name("default", base, 3.0)
+    one["model"].get_base_model().model.layers[1].mlp.down_proj.set_scale("default", 1.0)
+    with pytest.raises(ConfigConflictError, match=r"factors was 6\.0 and is \["):
+        make(base, tmp_path, "fake", **fields, **one)
+
+    state = tmp_path / "checkpoint-2" / resume.STATE
+    of_an_earlier_version = json.loads(state.read_text())
+    assert of_an_earlier_version["identity"].pop("factors") == 6.0
+    state.write_text(json.dumps(of_an_earlier_version))
+    make(base, tmp_path, "fake", **fields, **under_the_name("default", base, 3.0)).close()
+
+
 def test_a_torn_checkpoint_is_skipped_and_named(base, tmp_path, caplog):
     killed(base, tmp_path, 5, max_steps=6, save_steps=2)
     (tmp_path / "checkpoint-4" / "optimizer.pt").write_bytes(b"half")
