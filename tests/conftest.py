@@ -203,3 +203,12 @@ def adapted(base):
     model = get_peft_model(load_base(base), LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
     randomise(model)
     return model
+
+
+@pytest.fixture
+def rescaled(adapted):
+    """That, with other factors than its config says."""
+    for module in adapted.modules():
+        if hasattr(module, "set_scale"):
+            module.set_scale("default", 3.0)
+    return adapted

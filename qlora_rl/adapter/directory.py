@@ -19,7 +19,7 @@ import torch
 
 from qlora_rl.adapter.inspected import active_adapter, method_of
 from qlora_rl.adapter.rules import Finding, judge_method
-from qlora_rl.adapter.store import CONFIG, ORIGIN, WEIGHTS, read_tensors
+from qlora_rl.adapter.store import CONFIG, ORIGIN, STATE, WEIGHTS, read_tensors
 from qlora_rl.base.checkpoint import models_are_whole
 from qlora_rl.base.experts import ATTENTION, NAMINGS, experts_as_linears, is_expert_matrix
 from qlora_rl.base.model_classes import auto_class
@@ -49,7 +49,7 @@ class OpenedAdapter:
     misfits: tuple[Finding, ...] = ()
 
 
-def load_adapters(model: Any, directory: Path) -> None:
+def load_adapters(model: Any, directory: Path) -> bool:
     """Give the adapters of a PeftModel the values of a directory that its own `save_pretrained` has written, bit for
     bit.
 
@@ -58,14 +58,41 @@ def load_adapters(model: Any, directory: Path) -> None:
     Args:
         model: the PeftModel; adapters that the directory does not hold are left as they are.
         directory: one adapter in it, or one in a directory with its name, as PEFT lays them down.
+
+    Returns:
+        The active one was there.
     """
     from peft import set_peft_model_state_dict
 
-    for name in model.peft_config:
-        for place in (directory / name, directory):
-            if (place / WEIGHTS).exists() and (place != directory or name == "default" or len(model.peft_config) == 1):
-                set_peft_model_state_dict(model, read_tensors(place), adapter_name=name)
-                break
+    places = {name: place for name in model.peft_config if (place := place_of(model, directory, name))}
+    for name, place in places.items():
+        set_peft_model_state_dict(model, read_tensors(place), adapter_name=name)
+    return active_adapter(model) in places
+
+
+def place_of(model: Any, directory: Path, name: str | None = None) -> Path | None:
+    """Where in a directory that `save_pretrained` has written an adapter of a PeftModel is, by default the active one;
+    `None` where it is not in it. One that is not called "default" is in a directory with its name."""
+    name = active_adapter(model) if name is None else name
+    for place in (directory / name, directory):
+        if (place / WEIGHTS).exists() and (place != directory or name == "default" or len(model.peft_config) == 1):
+            return place
+    return None
+
+
+def is_checkpoint(directory: Path) -> bool:
+    """A run of ours has written it while it trained."""
+    return os.path.isfile(directory / STATE)
+
+
+def trained_in(directory: Path) -> Path:
+    """The directory itself; of a checkpoint, that of the adapter that was trained, which may be in it."""
+    if not is_checkpoint(directory):
+        return directory
+    held = [file.parent for pattern in (CONFIG, f"*/{CONFIG}") for file in sorted(directory.glob(pattern))]
+    # The trained one alone has it; earlier versions wrote it only where that is called "default".
+    noted = [place for place in held if (place / ORIGIN).is_file()]
+    return noted[0] if noted else held[0] if len(held) == 1 else directory
 
 
 def saved_names(model: Any) -> dict[str, str]:
@@ -92,10 +119,11 @@ def without_place(model: Any, directory: Path) -> list[str]:
 
 
 def adapter_in(directory: str | os.PathLike[str]) -> Path:
-    """The directory itself; of a run directory, the adapter in it."""
+    """The directory itself; of a run directory, the adapter in it; of a checkpoint, the one that was trained."""
     path = Path(directory)
     inside = path / "adapter"
-    return inside if os.path.isfile(inside / CONFIG) and not os.path.isfile(path / CONFIG) else path
+    is_inside = os.path.isfile(inside / CONFIG) and not os.path.isfile(path / CONFIG)
+    return inside if is_inside else trained_in(path)
 
 
 def why_no_weights(path: Path) -> str:

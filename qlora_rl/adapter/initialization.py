@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 
-from qlora_rl.adapter.inspected import InspectedAdapter, active_adapter, stop_dropout
+from qlora_rl.adapter.inspected import InspectedAdapter, active_adapter, copy_factors, stop_dropout
 from qlora_rl.base.quant import dequantised_weight
 from qlora_rl.base.reader import StoredTensors
 from qlora_rl.errors import AdapterRejectedError
@@ -335,6 +335,7 @@ def copy_adapter(model: Any, name: str, copy: str = REFERENCE) -> None:
     """Give a PeftModel a frozen copy of its adapter `name`, without dropout; which one is active does not change."""
     model.add_adapter(copy, model.peft_config[name])
     stop_dropout(model, copy)
+    copy_factors(model, name, copy)
     own = dict(model.named_parameters())
     for at, twin in own.items():
         # The last part of that name is the adapter's: modules of the base may bear it too.

@@ -142,6 +142,15 @@ def stop_dropout(model: Any, name: str) -> None:
                 held[name] = 0.0 if isinstance(held, dict) else torch.nn.Identity()
 
 
+def copy_factors(model: Any, name: str, copy: str) -> None:
+    """The adapter `copy` of a PeftModel, if it has one of that name, is multiplied by the factors of `name`, which
+    `set_scale` may have changed: its config does not say so."""
+    for module in model.modules():
+        factors = getattr(module, "scaling", None)
+        if isinstance(factors, dict) and name in factors and copy in factors:
+            factors[copy] = factors[name]
+
+
 def active_adapter(model: Any) -> str:
     """Name of the adapter that is trained (TRL adds a frozen copy named "ref", which is not)."""
     active = model.active_adapters

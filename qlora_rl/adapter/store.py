@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 ORIGIN = "qlora_adapter.json"  # next to PEFT's two files, which have no field for it
+STATE = "qlora_rl.json"  # of a run, in its checkpoints
 _CONFIG_KEY = "adapter_config"
 
 

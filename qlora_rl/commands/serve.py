@@ -72,8 +72,10 @@ def run(arguments: argparse.Namespace) -> int:
     options = {name: value for name, value in vars(arguments).items() if name != "run" and value is not None}
     given = options.pop("base")
     with loading():
+        from qlora_rl.adapter.directory import trained_in
         from qlora_rl.engine.server import serve
-    if ((given / CONFIG).is_file() and not (given / MANIFEST).is_file()) or (given / ADAPTER_CONFIG).is_file():
+    held = trained_in(given)
+    if ((given / CONFIG).is_file() and not (given / MANIFEST).is_file()) or (held / ADAPTER_CONFIG).is_file():
         given, of_run = _trained(given)
         options |= of_run
     serve(given, **options)

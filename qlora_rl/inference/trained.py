@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from qlora_rl.adapter.directory import is_checkpoint, trained_in
 from qlora_rl.adapter.store import ORIGIN
 from qlora_rl.base.attention.choice import attention_for
 from qlora_rl.base.checkpoint import MANIFEST, PreparedBase, load_base, open_base
@@ -55,7 +56,7 @@ class TrainedRun:
     @property
     def step(self) -> int | None:
         """The step after which the adapter was saved; `None` where it is unknown."""
-        if self.adapter is not None and (found := _CHECKPOINT.fullmatch(self.adapter.resolve().name)):
+        if self.adapter is not None and (found := _CHECKPOINT.fullmatch(_saved_as(self.adapter).name)):
             return int(found[1])
         try:
             return int(read_object(self.path / SUMMARY)["steps"])
@@ -160,6 +161,12 @@ class TrainedRun:
         return _settled(load_adapter(load_base(self.base) if model is None else model, adapter, base=self.base))
 
 
+def _saved_as(adapter: Path) -> Path:
+    """The checkpoint that holds an adapter that is not called "default"; otherwise its own directory."""
+    path = adapter.resolve()
+    return path.parent if is_checkpoint(path.parent) else path
+
+
 def _settled(model: Any) -> Any:
     apply_linears(model)
     return model
@@ -194,8 +201,9 @@ def open_trained(run: str | os.PathLike[str], *, base: str | os.PathLike[str] | 
     """
     path = Path(run)
     adapter = path / ADAPTER
-    if (path / _ADAPTER_CONFIG).is_file() and not (path / CONFIG).is_file():  # a checkpoint, or adapter/ itself
-        adapter, path = path, path.resolve().parent
+    held = trained_in(path)
+    if (held / _ADAPTER_CONFIG).is_file() and not (path / CONFIG).is_file():  # a checkpoint, or adapter/ itself
+        adapter, path = held, _saved_as(held).parent
     try:
         config = read_object(path / CONFIG)
         held = config["base"]

@@ -344,6 +344,11 @@ class PreferenceTrainer(OfflineTrainer):
             compute_metrics=compute_metrics,
         )
 
+    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's, which it calls while it builds the trainer, before anything else is made ready."""
+        self._settle_reference(self.args)
+        return super()._precompute_ref_logps(*args, **kwargs)
+
 
 class QLoRADPOTrainer(PreferenceTrainer, DPOTrainer):
     """Direct preference optimisation of an adapter on a 4-bit base: TRL's DPOTrainer; otherwise as `QLoRASFTTrainer`.

@@ -275,6 +275,23 @@ def test_the_reference_of_a_peft_model_drops_nothing(kind, make_online, make_tra
     assert not torch.equal(logits("default"), logits("default"))
 
 
+@pytest.mark.parametrize(("kind", "said"), [("grpo", "kl"), ("rloo", "kl"), ("online_dpo", "objective/kl")])
+def test_the_reference_has_the_factors_of_the_policy(kind, said, make_trainer, make_online, config, rescaled):
+    given = {"model": rescaled, "peft_config": None}
+    fields = {"beta": 0.1, "max_steps": 1}
+    trainer = make_trainer(args=config(**fields), **given) if kind == "grpo" else make_online(kind, fields, **given)
+    trainer.train()
+    (kl,) = [entry[said] for entry in trainer.state.log_history if said in entry]
+    assert kl == pytest.approx(0.0, abs=1e-6)
+
+
+def test_another_adapter_that_is_called_ref_keeps_its_factors(make_trainer, config, rescaled):
+    rescaled.add_adapter("ref", rescaled.peft_config["default"])
+    make_trainer(model=rescaled, peft_config=None, args=config(beta=0.0))
+    layer = rescaled.get_base_model().model.layers[0].self_attn.q_proj
+    assert layer.scaling == {"default": 6.0, "ref": 2.0}
+
+
 def test_with_beta_the_reference_of_a_peft_model_is_a_frozen_copy_of_its_adapter(make_trainer, config, adapted):
     before = adapter(adapted)
     trainer = make_trainer(model=adapted, peft_config=None, args=config(beta=0.1, max_steps=2))

@@ -16,10 +16,14 @@ from kinds import lora
 from peft import LoraConfig, get_peft_model
 from PIL import Image
 from resumed import adapter, assert_same_run, lines, make, reward_digits
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import TrainerCallback
 
-from qlora_rl import ConfigConflictError, RunDirectoryError, load_base, prepare_base
+from qlora_rl import ConfigConflictError, RunDirectoryError, load_base, open_trained, prepare_base
+from qlora_rl.adapter.directory import adapter_in
+from qlora_rl.adapter.inspected import InspectedAdapter, factors_of
+from qlora_rl.adapter.store import ORIGIN
 from qlora_rl.train.run import RunDirectory, checkpoints, resume
 from qlora_rl.train.run.identity import digest_dataset
 
@@ -224,6 +228,23 @@ def test_another_run_is_rejected_by_name_and_nothing_is_touched(base, apart, oth
     }
 
 
+def test_a_run_under_other_factors_is_another_run(base, tmp_path):
+    fields = {"max_steps": 3, "save_steps": 2}
+    killed(base, tmp_path, 2, **fields, **under_the_name("default", base, 3.0))
+    with pytest.raises(ConfigConflictError, match=r"factors was 6\.0 and is 2\.0 .*set_scale"):
+        make(base, tmp_path, "fake", **fields, **under_the_name("default", base))
+    one = under_the_name("default", base, 3.0)
+    one["model"].get_base_model().model.layers[1].mlp.down_proj.set_scale("default", 1.0)
+    with pytest.raises(ConfigConflictError, match=r"factors was 6\.0 and is \["):
+        make(base, tmp_path, "fake", **fields, **one)
+
+    state = tmp_path / "checkpoint-2" / resume.STATE
+    of_an_earlier_version = json.loads(state.read_text())
+    assert of_an_earlier_version["identity"].pop("factors") == 6.0
+    state.write_text(json.dumps(of_an_earlier_version))
+    make(base, tmp_path, "fake", **fields, **under_the_name("default", base, 3.0)).close()
+
+
 def test_a_torn_checkpoint_is_skipped_and_named(base, tmp_path, caplog):
     killed(base, tmp_path, 5, max_steps=6, save_steps=2)
     (tmp_path / "checkpoint-4" / "optimizer.pt").write_bytes(b"half")
@@ -294,6 +315,72 @@ def test_only_so_many_checkpoints_stay_and_the_best(base, tmp_path):
     assert [d.name for d in checkpoints.numbered(tmp_path)] == ["checkpoint-2", "checkpoint-4"]
     saved = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
     assert saved["best_model_checkpoint"] == str(tmp_path / "checkpoint-2")
+
+
+def under_the_name(name, base, scale=1.0):
+    """Fields of `make`: a model with an adapter of that name, and a factor that its config does not say."""
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    model = get_peft_model(load_base(base), config, adapter_name=name)
+    for module in model.modules():
+        if hasattr(module, "set_scale"):
+            module.set_scale(name, scale)
+    return {"model": model, "peft_config": None}
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("policy", "float32"), ("default", "bfloat16"), ("policy", "bfloat16")])
+def test_the_best_adapter_is_what_is_left_whatever_its_name_and_dtype(name, dtype, base, tmp_path):
+    fields = {"eval_dataset": rows(2, 60), "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "max_steps": 2}
+    fields |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
+    scores = iter([1.0, 0.0])
+    given = under_the_name(name, base) | {"adapter_dtype": dtype}
+    with make(base, tmp_path, "fake", **given, **fields) as trainer:
+        evaluate = trainer.evaluate
+        trainer.evaluate = lambda *a, **k: evaluate(*a, **k) | {"eval_loss": next(scores)}
+        trainer.train()
+    best, last = (
+        load_file(next((tmp_path / f"checkpoint-{step}").rglob("adapter_model.safetensors"))) for step in (1, 2)
+    )
+    left = adapter(tmp_path)
+    assert {str(value.dtype) for value in left.values()} == {f"torch.{dtype}"}
+    assert left.keys() == best.keys()
+    assert all(torch.equal(left[key], best[key]) for key in best)
+    assert not all(torch.equal(left[key], last[key]) for key in last)
+
+
+@pytest.mark.parametrize("is_of_an_earlier_version", [False, True])
+def test_a_checkpoint_of_an_adapter_under_another_name_is_whole(is_of_an_earlier_version, base, tmp_path, monkeypatch):
+    fields = {"max_steps": 4, "save_steps": 2}
+    make(base, tmp_path / "straight", "fake", **fields, **under_the_name("policy", base, 3.0)).train()
+    if is_of_an_earlier_version:
+        monkeypatch.setattr(resume, "place_of", lambda *_: None)
+    killed(base, tmp_path / "run", 3, **fields, **under_the_name("policy", base, 3.0))
+    monkeypatch.undo()
+    checkpoint = tmp_path / "run" / "checkpoint-2"
+    for given in (checkpoint, checkpoint / "policy"):
+        opened = open_trained(given)
+        assert (opened.path.name, opened.adapter.name, opened.step) == ("run", "policy", 2)
+        assert adapter_in(given) == opened.adapter
+    if not is_of_an_earlier_version:
+        assert json.loads((checkpoint / "policy" / ORIGIN).read_text()) == {"base_identity": base.identity}
+        layers = InspectedAdapter(opened.load(), "default").layers.values()
+        assert {factors_of(layer, "default").scale for layer in layers} == {6.0}  # 3 times 8 / 4
+    (tmp_path / "run" / "trainer_state.json").touch()  # as `save_state` leaves it; no checkpoint for that
+    assert open_trained(checkpoint).step == 2
+    make(base, tmp_path / "run", "fake", **fields, **under_the_name("policy", base, 3.0)).train()
+    assert_same_run(tmp_path / "run", tmp_path / "straight")
+    assert open_trained(tmp_path / "run" / "adapter").step == 4
+
+
+def test_of_two_adapters_in_a_checkpoint_the_trained_one_is_opened(base, tmp_path):
+    given = under_the_name("default", base)
+    given["model"].add_adapter("policy", given["model"].peft_config["default"])
+    given["model"].set_adapter("policy")
+    make(base, tmp_path, "fake", max_steps=1, save_steps=1, **given).train()
+    opened = open_trained(tmp_path / "checkpoint-1")
+    assert opened.adapter == tmp_path / "checkpoint-1" / "policy"
+    saved, left = load_file(opened.adapter / "adapter_model.safetensors"), adapter(tmp_path)
+    assert all(torch.equal(saved[key], left[key]) for key in left)
 
 
 def test_a_full_disk_leaves_the_checkpoints_before_it(base, tmp_path, monkeypatch):

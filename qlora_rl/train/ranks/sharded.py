@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from qlora_rl.adapter.directory import saved_names
+from qlora_rl.adapter.directory import place_of, saved_names
 from qlora_rl.adapter.inspected import is_bare, own_name
 from qlora_rl.adapter.store import read_tensors
 from qlora_rl.base.reader import StoredTensors
@@ -62,7 +62,7 @@ def of_deepspeed() -> Any:
 def load_weights(model: Any, directory: Path) -> None:
     """Give sharded weights the values that `save_pretrained` has written; every rank reads them, and keeps its part."""
     trained, is_whole = _trained(model), is_bare(model)
-    saved = StoredTensors(directory) if is_whole else read_tensors(directory)
+    saved = StoredTensors(directory) if is_whole else read_tensors(place_of(model, directory) or directory)
     names = {name: name for name in trained} if is_whole else saved_names(model)
     for name, of_file in names.items():
         if has_masters([trained[name]]):

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from qlora_rl.adapter.inspected import active_adapter, is_bare
+from qlora_rl.adapter.inspected import InspectedAdapter, active_adapter, is_bare
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import ConfigConflictError, collected
 
@@ -74,6 +74,8 @@ def identity_of(trainer: Any) -> dict[str, Any]:
         start = getattr(trained, "qlora_start", None)
         found["start"] = "plain" if start is None else start.kind
         found["peft_config"] = {k: v for k, v in config.items() if k not in _FREE_OF_ADAPTERS}
+        if (factors := _factors(trained)) is not None:
+            found["factors"] = factors
     return json.loads(json.dumps(found | trainer.decisive(), default=_plain))
 
 
@@ -108,7 +110,8 @@ def reject_other(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, A
 
 _HINTS = {
     "base": " (its weights, tokenizer or config; a copy of the directory that the run began with is the same base; "
-    "checkpoints of earlier versions name a base otherwise, and cannot be resumed)"
+    "checkpoints of earlier versions name a base otherwise, and cannot be resumed)",
+    "factors": " (what B @ A is multiplied with: call set_scale as at first, before the trainer is given the model)",
 }
 # How the batch of a step is shared out; in another number of processes it may be shared out otherwise.
 _SHARES = ("args.per_device_train_batch_size", "args.gradient_accumulation_steps", "args.steps_per_generation")
@@ -145,6 +148,21 @@ def digest_dataset(dataset: Any) -> str | None:
     for i in range(0, len(dataset), max(1, math.ceil(len(dataset) / rows))):
         digest.update(json.dumps(dataset[i], sort_keys=True, default=_plain).encode())
     return digest.hexdigest()[:32]
+
+
+def _factors(model: Any) -> float | list[str] | None:
+    """What B @ A is multiplied with, which `set_scale` changes and the config does not say: the one factor of all
+    layers, or "name: factor" of each; `None` where the adapter is no LoRA.
+
+    Named in any case, too: checkpoints of earlier versions do not say it, and are not compared.
+    """
+    adapter = active_adapter(model)
+    layers = InspectedAdapter(model, adapter).layers
+    # Nine digits: an alpha that was written for a factor gives it back up to rounding.
+    found = {name: float(f"{float(layer.scaling[adapter]):.9g}") for name, layer in layers.items()}
+    if len(set(found.values())) > 1:
+        return [f"{name}: {factor}" for name, factor in found.items()]
+    return next(iter(found.values()), None)
 
 
 def _dtypes(model: Any) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from qlora_rl.adapter.inspected import active_adapter, bare_model, is_bare, shorten_lora, stop_dropout
+from qlora_rl.adapter.inspected import active_adapter, bare_model, copy_factors, is_bare, shorten_lora, stop_dropout
 from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.base.experts import directory_is_mixture
 from qlora_rl.base.model_classes import load_processor
@@ -30,7 +30,7 @@ from qlora_rl.train.scoring.padding import apply_padding, micro_batches
 from qlora_rl.train.setup import settings
 from qlora_rl.train.setup.layer_inputs import keep_on_host
 from qlora_rl.train.setup.linears import apply_linears
-from qlora_rl.train.setup.model_source import Source, resolve_model
+from qlora_rl.train.setup.model_source import Source, refers_to_copy, resolve_model
 from qlora_rl.train.setup.processes import begin_alike, fit_for_sharding, shards_base
 from qlora_rl.train.setup.residual_init import keep_start
 from qlora_rl.train.setup.tiled_mlp import tile_layers
@@ -71,7 +71,7 @@ class RecordedTraining(Resumable, WrappedModel):
         Returns:
             What became of the padding and of the linears, for config.json.
         """
-        stop_dropout(self.model, "ref")  # TRL's reference, with the dropout of the policy
+        self._settle_reference(args)
         set_adapter_dtype(self.model, getattr(torch, adapter_dtype), before)
         keep_start(self, start)
         bare = bare_model(self.model)
@@ -88,6 +88,12 @@ class RecordedTraining(Resumable, WrappedModel):
         self.make_resumable()
         show_progress(self)
         return {"padding": padding, "linears": linears}
+
+    def _settle_reference(self, args: Any) -> None:
+        """Make what TRL has made of the policy's config and weights the policy as it came."""
+        stop_dropout(self.model, "ref")
+        if refers_to_copy(self._refers, args):  # else it is one of the user's own
+            copy_factors(self.model, active_adapter(self.model), "ref")
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """TRL's `train`. However it ends, the run directory is readable and holds the last step's adapter.

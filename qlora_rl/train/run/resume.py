@@ -24,10 +24,10 @@ from transformers import TrainerCallback, TrainerState
 from transformers.trainer_utils import TrainOutput
 from trl.trainer.utils import RepeatSampler
 
-from qlora_rl.adapter.directory import load_adapters
+from qlora_rl.adapter.directory import load_adapters, place_of
 from qlora_rl.adapter.export import settle_patterns
 from qlora_rl.adapter.inspected import is_bare
-from qlora_rl.adapter.store import write_origin
+from qlora_rl.adapter.store import STATE, write_origin
 from qlora_rl.base.fingerprint import digest_bytes
 from qlora_rl.distributed import ranks
 from qlora_rl.documents import read_object
@@ -50,7 +50,7 @@ from qlora_rl.train.setup.processes import sharding_of
 
 logger = logging.getLogger(__name__)
 
-STATE, ROLLOUTS, TRAINER_STATE = "qlora_rl.json", "rollouts.pt", "trainer_state.json"
+ROLLOUTS, TRAINER_STATE = "rollouts.pt", "trainer_state.json"
 ENTROPY = "entropy_ctrl_state.json"
 # What a checkpoint's state must hold.
 _FIELDS = {
@@ -304,11 +304,13 @@ class Resumable:
             self.entropy_coef, self._last_world_entropy = state["entropy_coef"], state["last_world_entropy"]
 
     def _load_best_model(self) -> None:
-        """transformers', which wants files of the way in which the trainer is spread; here the adapter is read."""
+        """transformers', which wants files of the way in which the trainer is spread, looks for an adapter by the name
+        of "default" alone, and has PEFT cast it; here the adapter is read."""
+        best = Path(self.state.best_model_checkpoint)
         if is_gathered(self.model):
-            load_weights(self.model, Path(self.state.best_model_checkpoint))
-        else:
-            super()._load_best_model()
+            load_weights(self.model, best)
+        elif is_bare(self.model) or not load_adapters(self.model, best):
+            super()._load_best_model()  # which warns where nothing is there
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """TRL's checkpoint and our state, whole or not there."""
@@ -345,9 +347,9 @@ class Resumable:
         weights = None if is_bare(trained) else trained_weights(trained)
         if not ranks().is_first:
             return
-        if not is_bare(trained) and (directory / "adapter_config.json").exists():
-            settle_patterns(trained, directory)
-            write_origin(directory, self.base.parent or self.base.identity)
+        if not is_bare(trained) and (place := place_of(trained, directory)) is not None:
+            settle_patterns(trained, place)
+            write_origin(place, self.base.parent or self.base.identity)
         if self._uses_rollouts_again():
             torch.save(self._buffered_inputs if ranks().size == 1 else parts, directory / ROLLOUTS)
         state = {

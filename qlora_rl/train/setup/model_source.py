@@ -105,7 +105,7 @@ def resolve_model(
             "loaded already. Give them where the model is loaded, or pass the model's name."
         )
     if is_peft:
-        _check_trainable(model, args, bool(getattr(args, "beta", 0.0)) if refers is None else refers)
+        _check_trainable(model, args, refers_to_copy(refers, args))
     bare = model.get_base_model() if is_peft else model
     check_autocast(replace(spec_of(bare), compute_dtype=_dtype_name(bare)), args)
     check_positions(bare.config, getattr(args, "vllm_max_model_length", None))
@@ -184,6 +184,11 @@ def _rows(base: Path, args: Any) -> int:
 
     trust = getattr(args, "trust_remote_code", False)
     return int(AutoConfig.from_pretrained(base, trust_remote_code=trust).get_text_config().vocab_size)
+
+
+def refers_to_copy(refers: bool | None, args: Any) -> bool:
+    """TRL makes a frozen copy of a PeftModel's adapter; `refers` is that of `resolve_model`."""
+    return bool(getattr(args, "beta", 0.0)) if refers is None else refers
 
 
 def _check_trainable(model: Any, args: Any, refers: bool) -> None:
