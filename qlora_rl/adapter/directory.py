@@ -91,6 +91,38 @@ def without_place(model: Any, directory: Path) -> list[str]:
     return [name for name in read_tensors(directory) if ".lora_" in name and name not in held]
 
 
+def put_exactly(model: Any, tensors: Mapping[str, torch.Tensor], adapter: str = "default") -> bool:
+    """Give what PEFT trains a copy of (`modules_to_save`, LN tuning, trained tokens) the values of a file in its dtype:
+    PEFT, which has read it, has rounded them to the base's.
+
+    Args:
+        model: the PeftModel.
+        tensors: of the file, by PEFT's names.
+        adapter: that the file is of.
+
+    Returns:
+        Whether anything in the model is now of a wider dtype than its base had.
+    """
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    is_wider = False
+    for name, module in model.named_modules():
+        places: Mapping[str, str] = {}
+        copies: Any = getattr(module, "ln_tuning_layers", {})
+        if isinstance(module, AuxiliaryTrainingWrapper):
+            places = module.adapter_state_dict_load_map(adapter)
+        elif adapter in copies:
+            where = "ln_tuning_layers"
+            places = {f"{where}.{own}": f"{where}.{adapter}.{own}" for own, _ in copies[adapter].named_parameters()}
+        for of_file, own in places.items():
+            tensor, parameter = tensors.get(f"{name}.{of_file}"), module.get_parameter(own)
+            if tensor is not None and tensor.is_floating_point():
+                dtype = torch.promote_types(parameter.dtype, tensor.dtype)
+                parameter.data = tensor.to(parameter.device, dtype)
+                is_wider |= dtype == torch.float32
+    return is_wider
+
+
 def adapter_in(directory: str | os.PathLike[str]) -> Path:
     """The directory itself; of a run directory, the adapter in it."""
     path = Path(directory)

@@ -2,12 +2,13 @@
 they leave a whole run."""
 
 import json
+import math
 
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, PeftModel
-from support import tiny_training
+from peft import LNTuningConfig, LoraConfig, PeftModel
+from support import make_model, tiny_training
 from test_models import adapter, as_form, assert_same, bytes_of_the_base
 from transformers import AutoTokenizer, TrainerCallback, TrainingArguments
 from trl import DPOConfig, KTOConfig, KTOTrainer, SFTConfig
@@ -20,11 +21,14 @@ from qlora_rl import (
     QLoRASFTTrainer,
     RunDirectoryError,
     load_base,
+    open_trained,
     prepare_base,
 )
+from qlora_rl.adapter.load import open_adapter
 from qlora_rl.base import writer
 from qlora_rl.config.schema import Data
 from qlora_rl.data.load import load_data
+from qlora_rl.export.job import export_run
 from qlora_rl.train.setup.kto import mixed_completions
 
 SENTENCES = Dataset.from_list([{"text": f"{a}+{a}={2 * a}"} for a in range(10, 26)])
@@ -313,6 +317,44 @@ def test_the_adapters_dtype_is_kept(kind, dtype, make):
     trainer = make(kind, {"max_steps": 1}, adapter_dtype=dtype)
     trainer.train()
     assert {p.dtype for p in adapter(trainer.model).values()} == {getattr(torch, dtype)}
+
+
+COPIES = {
+    "norm": LoraConfig(target_modules=["q_proj"], modules_to_save=["norm"]),
+    "embedding and head": LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"]),
+    "LN tuning": LNTuningConfig(target_modules=["norm"]),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_of_modules_are_loaded_in_the_dtype_in_which_they_were_trained(name, make, base, tmp_path):
+    """PEFT rounds them to the base's. Tolerance: sums in float32."""
+    if name == "embedding and head":
+        base = prepare_base(make_model(tmp_path / "untied", tied=False))
+    with make("sft", model=base, peft_config=COPIES[name]) as trainer:
+        trainer.train()
+    trained = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
+    assert {p.dtype for p in trained.values()} == {torch.float32}
+    loaded, on = open_trained(trainer.run.path).load(), open_adapter(load_base(base), trainer.run.path)
+    for model in (loaded, on):
+        held = dict(model.named_parameters())
+        assert all(torch.equal(held[name], p) and held[name].dtype == p.dtype for name, p in trained.items())
+    assert {name for name, p in on.named_parameters() if p.requires_grad} == set(trained)
+    assert loaded(torch.tensor([[40, 41, 42]])).logits.isfinite().all()  # without autocast, too
+    done = export_run(trainer.run.path, "merged", out=tmp_path / "merged", dtype="float32", prompts=4)
+    assert done.distance.kl_mean < 1e-9
+
+
+def test_the_reference_of_an_adapter_with_copies_of_modules_is_as_exact_as_the_policy(make, base):
+    lora = LoraConfig(target_modules=["q_proj"], modules_to_save=["norm"])
+    with make("sft", {"max_steps": 4}, peft_config=lora) as trainer:
+        trainer.train()
+    model = open_adapter(load_base(base), trainer.run.path)
+    with make("dpo", {"max_steps": 1}, model=model, peft_config=None, existing_run="overwrite") as trainer:
+        trainer.train()
+    (step,) = lines(trainer.run.path)
+    assert step["loss"] == pytest.approx(math.log(2), abs=1e-7)
+    assert step["rewards/margins"] == 0
 
 
 @pytest.mark.parametrize(
