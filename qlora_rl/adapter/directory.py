@@ -87,6 +87,8 @@ def without_place(model: Any, directory: Path) -> list[str]:
     """The LoRA matrices of a directory, by PEFT's names, that a PeftModel with its one adapter has no parameter for."""
     from peft import get_peft_model_state_dict
 
+    if method_of(model.peft_config["default"]) != "LORA":  # others hold buffers, and parameters of several layers
+        return []
     held = get_peft_model_state_dict(model, dict(model.named_parameters()), save_embedding_layers=False)
     return [name for name in read_tensors(directory) if ".lora_" in name and name not in held]
 
