@@ -201,7 +201,9 @@ def open_adapter(directory: str | os.PathLike[str], base: str | os.PathLike[str]
         return _rejected(f"It does not fit {where or 'the layers that it names'}: {error} {_OTHER_BASE}", method)
     config.init_lora_weights, config.trainable_token_indices = init, tokens
     wrong, misfits = _fill(model, tensors)
-    if where is None:  # the shapes are the file's own, and mean nothing where a variant has others
+    # Where no base is named the shapes are the file's own, and mean nothing where a variant has others; those of
+    # BD-LoRA are dense on 4-bit linears.
+    if where is None or config.use_bdlora:
         wrong, misfits = (), wrong + misfits
     return OpenedAdapter(model, wrong, method, misfits)
 
