@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from datasets import Dataset
-from peft import LNTuningConfig, LoraConfig, PeftModel
+from peft import LNTuningConfig, LoraConfig, PeftModel, TrainableTokensConfig, get_peft_model
 from support import make_model, tiny_training
 from test_models import adapter, as_form, assert_same, bytes_of_the_base
 from transformers import AutoTokenizer, TrainerCallback, TrainingArguments
@@ -386,6 +386,28 @@ def test_every_form_of_model_is_taken(kind, form, make, base, model_dir):
     assert_same(start, bytes_of_the_base(trainer.model))
     if kind != "sft":  # the reference of a PeftModel is its adapter as it came
         assert lines(trainer.run.path)[0]["rewards/margins"] == pytest.approx(0.0, abs=1e-6)
+
+
+TOKENS = {
+    "rows of LoRA": LoraConfig(target_modules=["q_proj"], trainable_token_indices=[3, 4]),
+    "rows alone": TrainableTokensConfig(target_modules=["embed_tokens"], token_indices=[3, 4]),
+}
+
+
+@pytest.mark.parametrize("name", TOKENS)
+@pytest.mark.parametrize("form", ["base", "model", "PeftModel"])
+def test_trained_rows_of_an_embedding_that_is_the_head_too_are_rejected_before_anything_is_trained(
+    name, form, make, base, tmp_path
+):
+    if form == "PeftModel":
+        given = {"model": get_peft_model(load_base(base), TOKENS[name]), "peft_config": None}
+    else:
+        given = {"model": load_base(base) if form == "model" else base, "peft_config": TOKENS[name]}
+    with pytest.raises(ConfigConflictError, match="ensure_weight_tying=True"):
+        make("sft", **given)
+    if form == "base":
+        untied = prepare_base(make_model(tmp_path / "untied", tied=False))
+        make("sft", {"max_steps": 1}, model=untied, peft_config=TOKENS[name]).train()
 
 
 @pytest.mark.parametrize("kind", KINDS)

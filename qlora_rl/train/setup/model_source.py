@@ -107,6 +107,7 @@ def resolve_model(
     if is_peft:
         _check_trainable(model, args, bool(getattr(args, "beta", 0.0)) if refers is None else refers)
     bare = model.get_base_model() if is_peft else model
+    _check_tokens(bare.config, model.peft_config[active_adapter(model)] if is_peft else peft_config)
     check_autocast(replace(spec_of(bare), compute_dtype=_dtype_name(bare)), args)
     check_positions(bare.config, getattr(args, "vllm_max_model_length", None))
     base = base_of(model, args, processing_class)
@@ -234,6 +235,7 @@ def _from_path(path: str, args: GRPOConfig, quantization_config: Any, peft_confi
     known = _config_of(path, trust)
     if known is not None:
         attention_for(known, options["attn_implementation"], "reading the model")
+        _check_tokens(known, peft_config)
         check_positions(known, getattr(args, "vllm_max_model_length", None))
     if os.path.isfile(os.path.join(path, MANIFEST)):
         if config is not None:
@@ -307,6 +309,25 @@ def _check_modules(config: Any, spec: QuantSpec, peft_config: Any) -> None:
         if finds_nothing(error):
             raise
         logger.debug("the modules of the adapter are not known yet: %s", error)
+
+
+def _check_tokens(config: Any, peft_config: Any) -> None:
+    """Reject trained rows of an embedding that is the output head, too: TRL's head computes with the head's own weight
+    and bias, and PEFT's wrapper has none of its own.
+
+    Raises:
+        ConfigConflictError: says what to train instead.
+    """
+    names = ("trainable_token_indices", "token_indices")  # of LoRA, and of the method of its own
+    name = next((each for each in names if getattr(peft_config, each, None)), None)
+    if name is None or not getattr(config.get_text_config(), "tie_word_embeddings", False):
+        return
+    raise ConfigConflictError(
+        f"reading the adapter: it trains rows of the embedding ({name}), which is the output head, too "
+        "(tie_word_embeddings); TRL's trainers do not compute with a head of which rows are trained. Train all of it: "
+        "LoraConfig(modules_to_save=['embed_tokens'], ensure_weight_tying=True); or prepare the base from a model that "
+        "does not tie them."
+    )
 
 
 def check_autocast(spec: QuantSpec, args: Any) -> None:
