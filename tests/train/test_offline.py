@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from datasets import Dataset
-from peft import LNTuningConfig, LoraConfig, PeftModel, TrainableTokensConfig, get_peft_model
+from peft import AdaLoraConfig, LNTuningConfig, LoraConfig, PeftModel, TrainableTokensConfig, get_peft_model
 from support import make_model, tiny_training
 from test_models import adapter, as_form, assert_same, bytes_of_the_base
 from transformers import AutoTokenizer, TrainerCallback, TrainingArguments
@@ -433,6 +433,37 @@ def test_a_training_that_fails_leaves_a_readable_run(kind, make):
     assert (summary["status"], summary["steps"]) == ("failed", 2)
     assert (trainer.run.path / "adapter" / "adapter_model.safetensors").exists()
     assert [line["step"] for line in lines(trainer.run.path)] == [1, 2]  # also the one that the callback saw
+
+
+def test_adalora_goes_on_as_if_it_had_never_been_stopped(make, tmp_path):
+    """Its count of ranks, which PEFT's cast makes trainable, is in no file."""
+
+    class Stop(TrainerCallback):
+        def on_step_begin(self, args, state, control, **_):
+            if state.global_step == 2:
+                raise KeyboardInterrupt
+
+    def run(name, *callbacks):
+        torch.manual_seed(0)
+        config = AdaLoraConfig(init_r=4, target_r=4, total_step=10, target_modules=["q_proj"])
+        fields = {"max_steps": 3, "save_steps": 1, "save_strategy": "steps", "output_dir": str(tmp_path / name)}
+        with make("sft", fields, peft_config=config, existing_run="resume", callbacks=list(callbacks)) as trainer:
+            trainer.train()
+        return trainer.model
+
+    straight = run("straight")
+    assert not any(p.requires_grad for name, p in straight.named_parameters() if "ranknum" in name)
+    with pytest.raises(KeyboardInterrupt):
+        run("stopped", Stop())
+    assert_same(adapter(straight), adapter(run("stopped")))
+    assert_same(adapter(straight), adapter(open_trained(tmp_path / "stopped").load()))
+
+
+def test_adalora_that_is_to_give_ranks_up_is_rejected(make, base):
+    config = AdaLoraConfig(init_r=4, target_r=2, total_step=10, target_modules=["q_proj"])
+    for given in ({"peft_config": config}, {"model": get_peft_model(load_base(base), config), "peft_config": None}):
+        with pytest.raises(ConfigConflictError, match="target_r=4"):
+            make("sft", **given)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -293,6 +293,8 @@ def set_adapter_dtype(model: Any, dtype: torch.dtype, before: dict[str, torch.Te
     """
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
+        if ".ranknum." in name:  # AdaLoRA's count of ranks: PEFT's cast has made it trainable, and no file holds it
+            parameter.requires_grad_(False)
         if parameter.requires_grad and parameter.is_floating_point():
             exact = before.get(name)
             parameter.data = (exact if exact is not None else parameter.data).to(dtype)

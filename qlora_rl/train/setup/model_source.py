@@ -92,6 +92,7 @@ def resolve_model(
             "trained. Pass peft_config=LoraConfig(r=16, target_modules='all-linear')"
             + ("; or, to train all weights of a base that is not 4-bit, sync='weights'." if takes_sync else ".")
         )
+    _check_budget(model.peft_config[active_adapter(model)] if is_peft else peft_config)
     if isinstance(model, str | os.PathLike):
         return _from_path(os.fspath(model), args, quantization_config, peft_config)
     if quantization_config is not None:
@@ -309,6 +310,21 @@ def _check_modules(config: Any, spec: QuantSpec, peft_config: Any) -> None:
         if finds_nothing(error):
             raise
         logger.debug("the modules of the adapter are not known yet: %s", error)
+
+
+def _check_budget(peft_config: Any) -> None:
+    """Reject AdaLoRA that is to give ranks up: what decides which is in no checkpoint, and the trainers do not ask it.
+
+    Raises:
+        ConfigConflictError: says what to set.
+    """
+    start, target = (getattr(peft_config, name, None) for name in ("init_r", "target_r"))
+    if start is not None and target is not None and target < start:
+        raise ConfigConflictError(
+            f"reading the adapter: AdaLoRA from init_r={start} to target_r={target}: the trainers call no "
+            f"update_and_allocate, so all ranks would be kept. Set target_r={start}, which keeps them, or train "
+            f"LoraConfig(r={target})."
+        )
 
 
 def _check_tokens(config: Any, peft_config: Any) -> None:
