@@ -114,8 +114,42 @@ def without_place(model: Any, directory: Path) -> list[str]:
     """The LoRA matrices of a directory, by PEFT's names, that a PeftModel with its one adapter has no parameter for."""
     from peft import get_peft_model_state_dict
 
+    if method_of(model.peft_config["default"]) != "LORA":  # others hold buffers, and parameters of several layers
+        return []
     held = get_peft_model_state_dict(model, dict(model.named_parameters()), save_embedding_layers=False)
     return [name for name in read_tensors(directory) if ".lora_" in name and name not in held]
+
+
+def put_exactly(model: Any, tensors: Mapping[str, torch.Tensor], adapter: str = "default") -> bool:
+    """Give what PEFT trains a copy of (`modules_to_save`, LN tuning, trained tokens) the values of a file in its dtype:
+    PEFT, which has read it, has rounded them to the base's.
+
+    Args:
+        model: the PeftModel.
+        tensors: of the file, by PEFT's names.
+        adapter: that the file is of.
+
+    Returns:
+        Whether anything in the model is now of a wider dtype than its base had.
+    """
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    is_wider = False
+    for name, module in model.named_modules():
+        places: Mapping[str, str] = {}
+        copies: Any = getattr(module, "ln_tuning_layers", {})
+        if isinstance(module, AuxiliaryTrainingWrapper):
+            places = module.adapter_state_dict_load_map(adapter)
+        elif adapter in copies:
+            where = "ln_tuning_layers"
+            places = {f"{where}.{own}": f"{where}.{adapter}.{own}" for own, _ in copies[adapter].named_parameters()}
+        for of_file, own in places.items():
+            tensor, parameter = tensors.get(f"{name}.{of_file}"), module.get_parameter(own)
+            if tensor is not None and tensor.is_floating_point():
+                dtype = torch.promote_types(parameter.dtype, tensor.dtype)
+                parameter.data = tensor.to(parameter.device, dtype)
+                is_wider |= dtype == torch.float32
+    return is_wider
 
 
 def adapter_in(directory: str | os.PathLike[str]) -> Path:
@@ -195,7 +229,9 @@ def open_adapter(directory: str | os.PathLike[str], base: str | os.PathLike[str]
         return _rejected(f"It does not fit {where or 'the layers that it names'}: {error} {_OTHER_BASE}", method)
     config.init_lora_weights, config.trainable_token_indices = init, tokens
     wrong, misfits = _fill(model, tensors)
-    if where is None:  # the shapes are the file's own, and mean nothing where a variant has others
+    # Where no base is named the shapes are the file's own, and mean nothing where a variant has others; those of
+    # BD-LoRA are dense on 4-bit linears.
+    if where is None or config.use_bdlora:
         wrong, misfits = (), wrong + misfits
     return OpenedAdapter(model, wrong, method, misfits)
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from qlora_rl.adapter.directory import adapter_in, why_no_weights, without_place
-from qlora_rl.adapter.inspected import stop_dropout
+from qlora_rl.adapter.directory import adapter_in, put_exactly, why_no_weights, without_place
+from qlora_rl.adapter.inspected import bare_model, stop_dropout
 from qlora_rl.adapter.store import read_tensors
 from qlora_rl.adapter.verdict import judge_adapter
 from qlora_rl.errors import AdapterRejectedError, collected
@@ -32,6 +32,7 @@ def load_adapter(model: Any, directory: str | os.PathLike[str], *, base: str | o
         AdapterRejectedError: it is damaged, was made for another base, or does not fit the model.
     """
     from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
     doing = f"loading the adapter {directory}"
     directory, config = _read(directory, base, doing)
@@ -47,7 +48,17 @@ def load_adapter(model: Any, directory: str | os.PathLike[str], *, base: str | o
             "PEFT leaves them out without an error. Load it on the base that it was trained on; experts in 4 bits are "
             "other modules than experts in 16 bits."
         )
+    head = bare_model(adapted).get_output_embeddings()
+    if put_exactly(adapted, read_tensors(directory)) and not isinstance(head, BaseTunerLayer | None):
+        head.register_forward_pre_hook(_in_own_dtype)
     return adapted.eval()
+
+
+def _in_own_dtype(head: Any, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """What an output head is given, where float32 copies stand next to 16-bit weights and no autocast makes them one
+    dtype; TRL's head, with which they were trained, casts too."""
+    x, *rest = given
+    return given if torch.is_autocast_enabled(x.device.type) else (x.to(head.weight.dtype), *rest)
 
 
 def add_frozen(model: Any, directory: str | os.PathLike[str], name: str, *, base: str | os.PathLike[str]) -> None:
@@ -70,9 +81,10 @@ def add_frozen(model: Any, directory: str | os.PathLike[str], name: str, *, base
     trained = {n for n, parameter in model.named_parameters() if parameter.requires_grad}
     try:
         model.add_adapter(name, config)
-        found = set_peft_model_state_dict(model, read_tensors(directory), adapter_name=name)
+        found = set_peft_model_state_dict(model, tensors := read_tensors(directory), adapter_name=name)
     except (RuntimeError, ValueError, KeyError) as error:
         raise AdapterRejectedError(f"{doing}: it cannot stand next to the adapter of the model: {error}") from error
+    put_exactly(model, tensors, name)
     stop_dropout(model, name)
     for n, parameter in model.named_parameters():
         parameter.requires_grad_(n in trained)
@@ -118,7 +130,9 @@ def open_adapter(model: Any, directory: str | os.PathLike[str]) -> Any:
     if why := why_no_weights(path):
         raise AdapterRejectedError(f"opening the adapter to train on: {why}")
     try:
-        return PeftModel.from_pretrained(model, path, is_trainable=True)
+        adapted = PeftModel.from_pretrained(model, path, is_trainable=True)
+        put_exactly(adapted, read_tensors(path))
+        return adapted
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError, KeyError, TypeError, OSError, SafetensorError) as error:

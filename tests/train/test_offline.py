@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, PeftModel
-from support import tiny_training
+from peft import AdaLoraConfig, LNTuningConfig, LoraConfig, PeftModel, TrainableTokensConfig, get_peft_model
+from support import make_model, tiny_training
 from test_models import adapter, as_form, assert_same, bytes_of_the_base
 from transformers import AutoTokenizer, TrainerCallback, TrainingArguments
 from trl import DPOConfig, KTOConfig, KTOTrainer, SFTConfig
@@ -24,9 +24,11 @@ from qlora_rl import (
     open_trained,
     prepare_base,
 )
+from qlora_rl.adapter.load import open_adapter
 from qlora_rl.base import writer
 from qlora_rl.config.schema import Data
 from qlora_rl.data.load import load_data
+from qlora_rl.export.job import export_run
 from qlora_rl.train.setup.kto import mixed_completions
 
 SENTENCES = Dataset.from_list([{"text": f"{a}+{a}={2 * a}"} for a in range(10, 26)])
@@ -381,6 +383,44 @@ def test_the_adapters_dtype_is_kept(kind, dtype, make):
     assert {p.dtype for p in adapter(trainer.model).values()} == {getattr(torch, dtype)}
 
 
+COPIES = {
+    "norm": LoraConfig(target_modules=["q_proj"], modules_to_save=["norm"]),
+    "embedding and head": LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"]),
+    "LN tuning": LNTuningConfig(target_modules=["norm"]),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_of_modules_are_loaded_in_the_dtype_in_which_they_were_trained(name, make, base, tmp_path):
+    """PEFT rounds them to the base's. Tolerance: sums in float32."""
+    if name == "embedding and head":
+        base = prepare_base(make_model(tmp_path / "untied", tied=False))
+    with make("sft", model=base, peft_config=COPIES[name]) as trainer:
+        trainer.train()
+    trained = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
+    assert {p.dtype for p in trained.values()} == {torch.float32}
+    loaded, on = open_trained(trainer.run.path).load(), open_adapter(load_base(base), trainer.run.path)
+    for model in (loaded, on):
+        held = dict(model.named_parameters())
+        assert all(torch.equal(held[name], p) and held[name].dtype == p.dtype for name, p in trained.items())
+    assert {name for name, p in on.named_parameters() if p.requires_grad} == set(trained)
+    assert loaded(torch.tensor([[40, 41, 42]])).logits.isfinite().all()  # without autocast, too
+    done = export_run(trainer.run.path, "merged", out=tmp_path / "merged", dtype="float32", prompts=4)
+    assert done.distance.kl_mean < 1e-9
+
+
+def test_the_reference_of_an_adapter_with_copies_of_modules_is_as_exact_as_the_policy(make, base):
+    lora = LoraConfig(target_modules=["q_proj"], modules_to_save=["norm"])
+    with make("sft", {"max_steps": 4}, peft_config=lora) as trainer:
+        trainer.train()
+    model = open_adapter(load_base(base), trainer.run.path)
+    with make("dpo", {"max_steps": 1}, model=model, peft_config=None, existing_run="overwrite") as trainer:
+        trainer.train()
+    (step,) = lines(trainer.run.path)
+    assert step["loss"] == pytest.approx(math.log(2), abs=1e-7)
+    assert step["rewards/margins"] == 0
+
+
 @pytest.mark.parametrize(
     ("kind", "form"),
     [
@@ -412,6 +452,28 @@ def test_every_form_of_model_is_taken(kind, form, make, base, model_dir):
         assert lines(trainer.run.path)[0]["rewards/margins"] == pytest.approx(0.0, abs=1e-6)
 
 
+TOKENS = {
+    "rows of LoRA": LoraConfig(target_modules=["q_proj"], trainable_token_indices=[3, 4]),
+    "rows alone": TrainableTokensConfig(target_modules=["embed_tokens"], token_indices=[3, 4]),
+}
+
+
+@pytest.mark.parametrize("name", TOKENS)
+@pytest.mark.parametrize("form", ["base", "model", "PeftModel"])
+def test_trained_rows_of_an_embedding_that_is_the_head_too_are_rejected_before_anything_is_trained(
+    name, form, make, base, tmp_path
+):
+    if form == "PeftModel":
+        given = {"model": get_peft_model(load_base(base), TOKENS[name]), "peft_config": None}
+    else:
+        given = {"model": load_base(base) if form == "model" else base, "peft_config": TOKENS[name]}
+    with pytest.raises(ConfigConflictError, match="ensure_weight_tying=True"):
+        make("sft", **given)
+    if form == "base":
+        untied = prepare_base(make_model(tmp_path / "untied", tied=False))
+        make("sft", {"max_steps": 1}, model=untied, peft_config=TOKENS[name]).train()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_base_that_somebody_has_written_into_is_rejected(kind, make, base):
     model = load_base(base)
@@ -435,6 +497,37 @@ def test_a_training_that_fails_leaves_a_readable_run(kind, make):
     assert (summary["status"], summary["steps"]) == ("failed", 2)
     assert (trainer.run.path / "adapter" / "adapter_model.safetensors").exists()
     assert [line["step"] for line in lines(trainer.run.path)] == [1, 2]  # also the one that the callback saw
+
+
+def test_adalora_goes_on_as_if_it_had_never_been_stopped(make, tmp_path):
+    """Its count of ranks, which PEFT's cast makes trainable, is in no file."""
+
+    class Stop(TrainerCallback):
+        def on_step_begin(self, args, state, control, **_):
+            if state.global_step == 2:
+                raise KeyboardInterrupt
+
+    def run(name, *callbacks):
+        torch.manual_seed(0)
+        config = AdaLoraConfig(init_r=4, target_r=4, total_step=10, target_modules=["q_proj"])
+        fields = {"max_steps": 3, "save_steps": 1, "save_strategy": "steps", "output_dir": str(tmp_path / name)}
+        with make("sft", fields, peft_config=config, existing_run="resume", callbacks=list(callbacks)) as trainer:
+            trainer.train()
+        return trainer.model
+
+    straight = run("straight")
+    assert not any(p.requires_grad for name, p in straight.named_parameters() if "ranknum" in name)
+    with pytest.raises(KeyboardInterrupt):
+        run("stopped", Stop())
+    assert_same(adapter(straight), adapter(run("stopped")))
+    assert_same(adapter(straight), adapter(open_trained(tmp_path / "stopped").load()))
+
+
+def test_adalora_that_is_to_give_ranks_up_is_rejected(make, base):
+    config = AdaLoraConfig(init_r=4, target_r=2, total_step=10, target_modules=["q_proj"])
+    for given in ({"peft_config": config}, {"model": get_peft_model(load_base(base), config), "peft_config": None}):
+        with pytest.raises(ConfigConflictError, match="target_r=4"):
+            make("sft", **given)
 
 
 @pytest.mark.parametrize("kind", KINDS)

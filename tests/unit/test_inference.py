@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from kinds import FULL_WEIGHTS
+from peft import get_peft_model_state_dict
 from trained import make_run
 
 from qlora_rl import ConfigConflictError, RunDirectoryError, SamplingSpec, cpu_matmul, open_trained
+from qlora_rl.adapter.store import read_tensors
 from qlora_rl.cli import main
 from qlora_rl.config.text import to_toml
 from qlora_rl.cpu_features import SETTING
@@ -51,6 +54,15 @@ def test_what_is_no_run_is_rejected_as_what_it_is(run, model_dir, tmp_path, plac
 def with_config(directory, text):
     (directory / "config.json").write_text(text)
     return directory
+
+
+# Four share matrices between layers, or hold some in buffers; PEFT's BD-LoRA is dense on 4-bit linears.
+@pytest.mark.parametrize("kind", ["VERA", "PVERA", "VBLORA", "UNILORA", "bdlora"])
+def test_runs_whose_tensors_stand_elsewhere_than_those_of_lora_are_opened(kind, base, tmp_path):
+    run = make_run(base, tmp_path / "run", FULL_WEIGHTS[kind].config())
+    held, saved = get_peft_model_state_dict(open_trained(run).load()), read_tensors(run / "adapter")
+    assert held.keys() == saved.keys()
+    assert all(torch.equal(held[name], saved[name]) for name in held)
 
 
 @pytest.mark.parametrize(

@@ -296,17 +296,24 @@ def trained_values(model: Any) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def set_adapter_dtype(model: Any, dtype: torch.dtype, before: dict[str, torch.Tensor]) -> None:
-    """Give the trained weights their dtype, with the values they had before TRL rounded them to bf16.
+    """Give the trained weights their dtype, with the values they had before TRL rounded them to bf16; the frozen copy
+    that TRL has made of them ("ref") is as exact.
 
     Args:
         model: the PeftModel that TRL has built.
         dtype: of the trained weights.
         before: of `trained_values`.
     """
-    for name, parameter in model.named_parameters():
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        if ".ranknum." in name:  # AdaLoRA's count of ranks: PEFT's cast has made it trainable, and no file holds it
+            parameter.requires_grad_(False)
         if parameter.requires_grad and parameter.is_floating_point():
             exact = before.get(name)
             parameter.data = (exact if exact is not None else parameter.data).to(dtype)
+            copy = parameters.get(name.replace(".default.", ".ref."), parameter)
+            if copy is not parameter and copy.dtype.itemsize < dtype.itemsize:  # `modules_to_save`, as in the base
+                copy.data = parameter.data.clone()
     shorten_lora(model)
 
 

@@ -92,6 +92,7 @@ def resolve_model(
             "trained. Pass peft_config=LoraConfig(r=16, target_modules='all-linear')"
             + ("; or, to train all weights of a base that is not 4-bit, sync='weights'." if takes_sync else ".")
         )
+    _check_budget(model.peft_config[active_adapter(model)] if is_peft else peft_config)
     if isinstance(model, str | os.PathLike):
         return _from_path(os.fspath(model), args, quantization_config, peft_config)
     if quantization_config is not None:
@@ -107,6 +108,7 @@ def resolve_model(
     if is_peft:
         _check_trainable(model, args, refers_to_copy(refers, args))
     bare = model.get_base_model() if is_peft else model
+    _check_tokens(bare.config, model.peft_config[active_adapter(model)] if is_peft else peft_config)
     check_autocast(replace(spec_of(bare), compute_dtype=_dtype_name(bare)), args)
     check_positions(bare.config, getattr(args, "vllm_max_model_length", None))
     base = base_of(model, args, processing_class)
@@ -239,6 +241,7 @@ def _from_path(path: str, args: GRPOConfig, quantization_config: Any, peft_confi
     known = _config_of(path, trust)
     if known is not None:
         attention_for(known, options["attn_implementation"], "reading the model")
+        _check_tokens(known, peft_config)
         check_positions(known, getattr(args, "vllm_max_model_length", None))
     if os.path.isfile(os.path.join(path, MANIFEST)):
         if config is not None:
@@ -312,6 +315,40 @@ def _check_modules(config: Any, spec: QuantSpec, peft_config: Any) -> None:
         if finds_nothing(error):
             raise
         logger.debug("the modules of the adapter are not known yet: %s", error)
+
+
+def _check_budget(peft_config: Any) -> None:
+    """Reject AdaLoRA that is to give ranks up: what decides which is in no checkpoint, and the trainers do not ask it.
+
+    Raises:
+        ConfigConflictError: says what to set.
+    """
+    start, target = (getattr(peft_config, name, None) for name in ("init_r", "target_r"))
+    if start is not None and target is not None and target < start:
+        raise ConfigConflictError(
+            f"reading the adapter: AdaLoRA from init_r={start} to target_r={target}: the trainers call no "
+            f"update_and_allocate, so all ranks would be kept. Set target_r={start}, which keeps them, or train "
+            f"LoraConfig(r={target})."
+        )
+
+
+def _check_tokens(config: Any, peft_config: Any) -> None:
+    """Reject trained rows of an embedding that is the output head, too: TRL's head computes with the head's own weight
+    and bias, and PEFT's wrapper has none of its own.
+
+    Raises:
+        ConfigConflictError: says what to train instead.
+    """
+    names = ("trainable_token_indices", "token_indices")  # of LoRA, and of the method of its own
+    name = next((each for each in names if getattr(peft_config, each, None)), None)
+    if name is None or not getattr(config.get_text_config(), "tie_word_embeddings", False):
+        return
+    raise ConfigConflictError(
+        f"reading the adapter: it trains rows of the embedding ({name}), which is the output head, too "
+        "(tie_word_embeddings); TRL's trainers do not compute with a head of which rows are trained. Train all of it: "
+        "LoraConfig(modules_to_save=['embed_tokens'], ensure_weight_tying=True); or prepare the base from a model that "
+        "does not tie them."
+    )
 
 
 def check_autocast(spec: QuantSpec, args: Any) -> None:
