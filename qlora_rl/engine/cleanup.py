@@ -122,6 +122,27 @@ def log_handlers_kept() -> Iterator[None]:
         logging._handlers.update(by_name)  # type: ignore[attr-defined]
 
 
+@contextlib.contextmanager
+def process_groups_kept() -> Iterator[None]:
+    """While an engine is built: where that fails, the process groups end that were made for it. Those of a trainer or
+    of another engine stay.
+
+    vLLM leaves them (0.31) and takes them for those of the next engine: a mixture of experts finds none for its
+    experts, and what vLLM made would count as the caller's.
+    """
+    from vllm.distributed import parallel_state
+
+    had_groups, had_default = parallel_state.model_parallel_is_initialized(), torch.distributed.is_initialized()
+    try:
+        yield
+    except BaseException:
+        if not had_groups:
+            parallel_state.destroy_model_parallel()
+        if not had_default:
+            parallel_state.destroy_distributed_environment()
+        raise
+
+
 # Files through which the ranks of torch's process group find each other.
 _stores: set[Path] = set()
 

@@ -162,6 +162,7 @@ def construction(ranks: int = 1) -> Iterator[None]:
       number of threads that it chose stays: they are bound to cores.
     - On the CPU it sets `LD_PRELOAD` and `LOCAL_WORLD_SIZE` for its ranks: other processes that are started later must
       not get them.
+    - Where it raises, it leaves its process groups.
     """
     import numpy
     from vllm import envs
@@ -176,7 +177,8 @@ def construction(ranks: int = 1) -> Iterator[None]:
         kept = restored_environment(key, "LD_PRELOAD", "LOCAL_WORLD_SIZE")
         with kept, room_for(ranks), cleanup.transformers_classes_kept(), cleanup.log_handlers_kept():
             os.environ[key] = "0"
-            yield
+            with cleanup.process_groups_kept():
+                yield
     finally:
         random.setstate(states[0])
         numpy.random.set_state(states[1])

@@ -64,6 +64,15 @@ def test_the_base_is_verified_expert_by_expert_and_a_flipped_bit_is_named(mixtur
         assert name.endswith((".experts.1.down_proj.weight", ".experts.1.w2.weight"))
 
 
+def test_a_start_that_has_failed_leaves_no_process_group_in_the_way_of_the_next(base, mixture):
+    """vLLM would take them for this engine's, and find none for its experts."""
+    with pytest.raises(EngineUnsupportedError, match="or raise kv_cache_gib"):
+        LocalEngine(base, **SMALL, kv_cache_gib=2**-16)
+    assert not torch.distributed.is_initialized()
+    with LocalEngine(mixture, **SMALL) as engine:
+        assert engine.generate([[40, 41]], max_tokens=2).tokens == 2
+
+
 def test_in_float32_attention_adapters_are_served_exactly(mixture, tmp_path):
     baked = bake_base(mixture, "float32")
     with LocalEngine(baked, **SMALL) as engine:
