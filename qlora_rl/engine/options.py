@@ -145,7 +145,7 @@ def start_options(
         EngineUnsupportedError: this base or setting cannot be served.
         BaseIncompleteError: `base` is not a prepared base.
     """
-    _check_options(vllm_options, is_cpu=compat.platform_is_cpu())
+    _check_options(vllm_options)
     rank = rank_class(max_lora_rank) if max_lora_rank else 0
     ranks = tensor_parallel_size
     prepared, config = _opened(base, ranks, vllm_options, trust_remote_code=trust_remote_code)
@@ -202,13 +202,9 @@ def start_options(
     )
 
 
-def _check_options(vllm_options: Mapping[str, Any], *, is_cpu: bool) -> None:
-    if is_cpu and vllm_options.get("speculative_config"):
-        raise EngineUnsupportedError(
-            "starting vLLM: speculative_config: on a CPU vLLM (0.31) checks proposed tokens at temperatures that "
-            "nobody has written, and gives many tokens no logprobs. Leave it out."
-        )
+def _check_options(vllm_options: Mapping[str, Any]) -> None:
     compat.reject_data_parallel(vllm_options.get("data_parallel_size"))
+    compat.reject_speculation(vllm_options)
     if taken := sorted(OWN & set(vllm_options)):
         raise EngineUnsupportedError(
             f"starting vLLM: {', '.join(taken)}: set here, as what the trainer relies on hangs on it (the same "

@@ -374,9 +374,6 @@ def test_settings_that_cannot_work_are_rejected_before_vllm_starts(base, model_d
         LocalEngine(base, tensor_parallel_size=2, fully_sharded_loras=True)
     with pytest.raises(EngineUnsupportedError, match="compute_dtype=float32"):
         LocalEngine(prepare_base(model_dir, compute_dtype="float32"))
-    if not torch.cuda.is_available():
-        with pytest.raises(EngineUnsupportedError, match="speculative_config: on a CPU"):
-            LocalEngine(base, speculative_config={"method": "ngram", "num_speculative_tokens": 2})
 
 
 def test_a_version_loaded_again_is_really_loaded_again(engine, adapted, prompts, store):

@@ -482,6 +482,12 @@ REJECTED = [
     (EngineUnsupportedError, REPLICAS, lambda base, _: serve(base, vllm_options=["--data-parallel-size", "2"])),
     (EngineUnsupportedError, REPLICAS, lambda base, _: serve(base, data_parallel_size=2)),
     (EngineUnsupportedError, REPLICAS, lambda base, _: LocalEngine(base, data_parallel_size=2)),
+    (EngineUnsupportedError, "spec_method: on a CPU", lambda base, _: LocalEngine(base, spec_method="ngram")),
+    (
+        EngineUnsupportedError,
+        "speculative_config: on a CPU",
+        lambda base, _: serve(base, vllm_options=["--speculative-config", '{"method": "ngram"}']),
+    ),
     *(
         (EngineUnsupportedError, name, lambda base, _, name=name: LocalEngine(base, **{name: "x"}))
         for name in ("logprobs_mode", "dtype", "load_format", "worker_extension_cls")

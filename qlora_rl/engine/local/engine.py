@@ -449,11 +449,12 @@ class LocalEngine:
                 from vllm import LLM
 
                 try:
-                    self._llm = LLM(**self._options)
+                    llm = LLM(**self._options)
                 except Exception as error:
                     why = f"starting vLLM on {self.base}: {error}{IN_PROCESSES if ranks > 1 else cache_advice(error)}"
                     raise EngineUnsupportedError(why) from error
-            compat.started(self._llm)
+            compat.started(llm)
+            self._llm = llm
             self._driver.stream.keep(not self._is_cpu)
             self._routing.begin(self._llm, self._start)
             if ranks > 1:
