@@ -116,7 +116,8 @@ def without_place(model: Any, directory: Path) -> list[str]:
 
     if method_of(model.peft_config["default"]) != "LORA":  # others hold buffers, and parameters of several layers
         return []
-    held = get_peft_model_state_dict(model, dict(model.named_parameters()), save_embedding_layers=False)
+    parameters = dict(model.named_parameters(remove_duplicate=False))  # a tied head has the embedding's
+    held = get_peft_model_state_dict(model, parameters, save_embedding_layers=False)
     return [name for name in read_tensors(directory) if ".lora_" in name and name not in held]
 
 

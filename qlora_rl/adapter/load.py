@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,6 @@ def load_adapter(model: Any, directory: str | os.PathLike[str], *, base: str | o
         AdapterRejectedError: it is damaged, was made for another base, or does not fit the model.
     """
     from peft import PeftModel
-    from peft.tuners.tuners_utils import BaseTunerLayer
 
     doing = f"loading the adapter {directory}"
     directory, config = _read(directory, base, doing)
@@ -48,17 +48,37 @@ def load_adapter(model: Any, directory: str | os.PathLike[str], *, base: str | o
             "PEFT leaves them out without an error. Load it on the base that it was trained on; experts in 4 bits are "
             "other modules than experts in 16 bits."
         )
-    head = bare_model(adapted).get_output_embeddings()
-    if put_exactly(adapted, read_tensors(directory)) and not isinstance(head, BaseTunerLayer | None):
-        head.register_forward_pre_hook(_in_own_dtype)
+    if put_exactly(adapted, read_tensors(directory)):
+        _fit_copies(adapted)
     return adapted.eval()
 
 
-def _in_own_dtype(head: Any, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """What an output head is given, where float32 copies stand next to 16-bit weights and no autocast makes them one
-    dtype; TRL's head, with which they were trained, casts too."""
-    x, *rest = given
-    return given if torch.is_autocast_enabled(x.device.type) else (x.to(head.weight.dtype), *rest)
+def _fit_copies(model: Any) -> None:
+    """Have float32 copies of modules take what 16-bit weights compute, and give them what they take, where no autocast
+    does. They keep that when PEFT puts them in the place of the base's own."""
+    head = bare_model(model).get_output_embeddings()
+    for module in model.modules():
+        copies = getattr(module, "modules_to_save", None) or getattr(module, "ln_tuning_layers", None)
+        if not isinstance(copies, torch.nn.ModuleDict) or "default" not in copies:
+            continue
+        copy, own = copies["default"], getattr(module, "original_module", None) or module.base_layer
+        copy.register_forward_pre_hook(partial(_given, dtype=next(copy.parameters()).dtype))
+        if module is not head:
+            copy.register_forward_hook(partial(_returned, dtype=next(own.parameters()).dtype))
+
+
+def _given(module: Any, given: tuple[Any, ...], *, dtype: torch.dtype) -> tuple[Any, ...]:
+    return tuple(_cast(each, dtype) for each in given)
+
+
+def _returned(module: Any, given: tuple[Any, ...], returned: Any, *, dtype: torch.dtype) -> Any:
+    return _cast(returned, dtype)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    return value if torch.is_autocast_enabled(value.device.type) else value.to(dtype)
 
 
 def add_frozen(model: Any, directory: str | os.PathLike[str], name: str, *, base: str | os.PathLike[str]) -> None:

@@ -180,7 +180,7 @@ class Conversation:
 
     def _holds_stop(self, sampled: list[int]) -> bool:
         """A text that ended a completion in the training is in it."""
-        if not self._stop:
+        if not self._stop or len(sampled) <= (self._stop.get("min_tokens") or 0):
             return False
         text = self.tokenizer.decode(sampled, skip_special_tokens=self._stop.get("skip_special_tokens", True))
         return any(each in text for each in self._stop["stop"])

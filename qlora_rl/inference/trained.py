@@ -27,7 +27,7 @@ from qlora_rl.train.setup.linears import apply_linears
 _ADAPTER_CONFIG = "adapter_config.json"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 # Of vLLM's SamplingParams: how it looks for a text that ends a completion.
-_AT_TEXTS = ("stop", "include_stop_str_in_output", "skip_special_tokens")
+_AT_TEXTS = ("stop", "include_stop_str_in_output", "skip_special_tokens", "min_tokens")
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class TrainedRun:
     @property
     def ends(self) -> list[int]:
         """Tokens that ended a completion when it was trained; those of the base alone where that is not recorded."""
-        return sorted({*self.config.get("ends", ()), *(self._asked.get("stop_token_ids") or ())})
+        return list(dict.fromkeys([*self.config.get("ends", ()), *(self._asked.get("stop_token_ids") or ())]))
 
     @property
     def stop(self) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from fractions import Fraction
 # A sign counts only where nothing stands before it that it could be subtracted from.
 _SIGN = r"(?:(?<![\w.)%])[-+]\s?)?"
 _PLAIN = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
-_POWER = r"(?:(?P<times>\s*(?:\\times|\\cdot|×)\s*10)?\s*\^\s*\{?\s*(?P<power>[-+]?\d{1,9})(?!\w)\s*\}?)?"
+_TENS = r"(?P<times>\s*(?:\\times|\\cdot|×)\s*10)?"
+_POWER = rf"(?:{_TENS}\s*\^\s*(?P<brace>\{{\s*)?(?P<power>[-+]?\d{{1,9}})(?!\w|\.\d)(?(brace)\s*\}}))?"
 _NUMBER = re.compile(
     rf"(?P<sign>{_SIGN})(?:[$€£]\s?(?P<sign_inside>[-+]?))?(?:"
     r"\\[dt]?frac\s*\{\s*(?P<above>-?\d+)\s*\}\s*\{\s*(?P<below>\d+)\s*\}"
@@ -26,6 +27,8 @@ _CLEANED = [
     (re.compile(r"\\([$%#&_])"), r"\1"),
     (re.compile(r"\{,\}|(?<=\d)(?:\\[,!;: ]|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))"), ","),
     (re.compile(r"\\(?:text|mathrm|mathbf|textbf)\s*(?=\{)"), " "),
+    # Of units and names, "12 cm^2" and "\text{m}^2".
+    (re.compile(r"(?:(?<=[A-Za-z])|(?<=[A-Za-z]\}))\s*\^\s*(?:\{\s*[-+]?\d+\s*\}|[-+]?\d+)"), ""),
     (re.compile(r"\*{1,3}|__|`|\\left|\\right|\\[()\[\],!;: ]"), " "),
 ]
 _EXPONENT_LIMIT = 300
@@ -92,7 +95,7 @@ def _value(match: re.Match[str]) -> Fraction | None:
             value *= Fraction(10) ** exponent
         if part["power"] is not None:
             power = int(part["power"])
-            if abs(power) * len(part["number"]) > 10 * _EXPONENT_LIMIT:
+            if abs(power) * (len(part["number"]) + abs(int(part["exponent"] or 0))) > 10 * _EXPONENT_LIMIT:
                 return None
             value = value * Fraction(10) ** power if part["times"] else value**power
         if part["divisor"] is not None:

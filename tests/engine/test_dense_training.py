@@ -49,7 +49,7 @@ def test_what_trains_itself_is_no_further_from_the_engine_than_rounding(model_di
     """At a rate that moves all weights, a head that is tied to the embedding among them."""
     base = prepare_base(model_dir, quant="none")
     fields = {"canary_every": 1, "learning_rate": 1e-3, "max_steps": 5}
-    with make(base, tmp_path, peft_config=None, sync="weights", **fields) as trainer:
+    with make(base, tmp_path, peft_config=None, sync="weights", beta=0.1, **fields) as trainer:
         trainer.alarm.threshold = 1e-4  # each batch is examined
         trainer.train()
         found = [each.cause for each in trainer.alarm.diagnoses.values()]

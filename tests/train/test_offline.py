@@ -387,6 +387,8 @@ COPIES = {
     "norm": LoraConfig(target_modules=["q_proj"], modules_to_save=["norm"]),
     "embedding and head": LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"]),
     "LN tuning": LNTuningConfig(target_modules=["norm"]),
+    "norm, 16-bit linears": LoraConfig(target_modules=["q_proj"], modules_to_save=["norm"]),
+    "what is both": LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"], ensure_weight_tying=True),
 }
 
 
@@ -395,6 +397,8 @@ def test_copies_of_modules_are_loaded_in_the_dtype_in_which_they_were_trained(na
     """PEFT rounds them to the base's. Tolerance: sums in float32."""
     if name == "embedding and head":
         base = prepare_base(make_model(tmp_path / "untied", tied=False))
+    if name == "norm, 16-bit linears":
+        base = prepare_base(make_model(tmp_path / "plain"), "none", compute_dtype="bfloat16")
     with make("sft", model=base, peft_config=COPIES[name]) as trainer:
         trainer.train()
     trained = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}

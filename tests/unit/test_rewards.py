@@ -86,7 +86,8 @@ def test_the_worked_solutions_themselves_are_right():
         ("The answer to 5 + 3 is 8.", 8), ("The final answer of 12 * 3 is 36.", 36), ("The answer to 8 - 1 is 7.", 7),
         ("the answer to question 2: 15", 15), ("We get an answer of 12 for 3 people.", 12),
         ("The answer of 7 is right.\nI tried 2 ways", 7), (r"\boxed{10^{6}}", 10**6), (r"3\times10^{4}", 3 * 10**4),
-        ("x^2 = 2^{-1}", 0.5), ("-2^2", -4), ("9" * 999 + "^300", None),
+        ("x^2 = 2^{-1}", 0.5), ("-2^2", -4), ("9" * 999 + "^300", None), ("9e300^3000", None),
+        (r"\boxed{12 \text{ cm}^2}", 12), ("The area is 12 cm^2.", 12), (r"\boxed{50\text{ m}^{2}}", 50),
         ("v2 is out", 2), ("9" * 5000, None), ("\u0664\u0662", 42), ("Answer: 1\n\nAnswer: 2", 2),
     ],
 )  # fmt: skip

@@ -74,8 +74,8 @@ def identity_of(trainer: Any) -> dict[str, Any]:
         start = getattr(trained, "qlora_start", None)
         found["start"] = "plain" if start is None else start.kind
         found["peft_config"] = {k: v for k, v in config.items() if k not in _FREE_OF_ADAPTERS}
-        if (factors := _factors(trained)) is not None:
-            found["factors"] = factors
+        if trainer.factors is not None:
+            found["factors"] = trainer.factors
     return json.loads(json.dumps(found | trainer.decisive(), default=_plain))
 
 
@@ -150,7 +150,7 @@ def digest_dataset(dataset: Any) -> str | None:
     return digest.hexdigest()[:32]
 
 
-def _factors(model: Any) -> float | list[str] | None:
+def factors_of(model: Any) -> float | list[str] | None:
     """What B @ A is multiplied with, which `set_scale` changes and the config does not say: the one factor of all
     layers, or "name: factor" of each; `None` where the adapter is no LoRA.
 

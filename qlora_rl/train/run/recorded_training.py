@@ -92,7 +92,7 @@ class RecordedTraining(Resumable, WrappedModel):
     def _settle_reference(self, args: Any) -> None:
         """Make what TRL has made of the policy's config and weights the policy as it came."""
         stop_dropout(self.model, "ref")
-        if refers_to_copy(self._refers, args):  # else it is one of the user's own
+        if not is_bare(self.model) and refers_to_copy(self._refers, args):  # else it is one of the user's own
             copy_factors(self.model, active_adapter(self.model), "ref")
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:

@@ -45,7 +45,7 @@ from qlora_rl.train.ranks.sharded import (
 )
 from qlora_rl.train.run import checkpoints
 from qlora_rl.train.run.directory import RunDirectory, describe_versions
-from qlora_rl.train.run.identity import identity_of, reject_other
+from qlora_rl.train.run.identity import factors_of, identity_of, reject_other
 from qlora_rl.train.setup.processes import sharding_of
 
 logger = logging.getLogger(__name__)
@@ -71,6 +71,7 @@ class Resumable:
     run: RunDirectory | None
     _staging: Path | None = None
     _resumed: dict[str, Any] | None = None  # what is stored with the checkpoint that training is about to go on from
+    factors: float | list[str] | None = None  # `factors_of` the adapter as the run begins
     _groups: Any = ()  # of the optimizer that DeepSpeed was given
 
     # --- what a subclass adds ---------------------------------------------------------------------------------------
@@ -100,6 +101,9 @@ class Resumable:
         Raises:
             ConfigConflictError: with existing_run="resume", and this is another run; names what differs.
         """
+        trained = self.accelerator.unwrap_model(self.model)
+        # As it begins: a callback may change them (`set_scale`) while it trains.
+        self.factors = None if is_bare(trained) else factors_of(trained)
         with ranks().together("choosing the checkpoint"):
             if self.run is not None and self.run.existing == "resume" and (path := self.run.last_checkpoint()):
                 reject_other(path, _read(path)["identity"], identity_of(self))

@@ -341,7 +341,10 @@ def _check_tokens(config: Any, peft_config: Any) -> None:
     """
     names = ("trainable_token_indices", "token_indices")  # of LoRA, and of the method of its own
     name = next((each for each in names if getattr(peft_config, each, None)), None)
-    if name is None or not getattr(config.get_text_config(), "tie_word_embeddings", False):
+    is_tied = getattr(config, "tie_word_embeddings", None)
+    if is_tied is None:
+        is_tied = getattr(config.get_text_config(), "tie_word_embeddings", False)
+    if name is None or not is_tied:
         return
     raise ConfigConflictError(
         f"reading the adapter: it trains rows of the embedding ({name}), which is the output head, too "
