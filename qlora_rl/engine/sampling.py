@@ -89,7 +89,8 @@ def sampling_params(spec: SamplingSpec, places: Sequence[int], *, never: Sequenc
         import msgspec  # vLLM's own way between its processes
         from vllm import SamplingParams
 
-        sent = msgspec.msgpack.encode([_params(spec, index) for index in places])
+        # Numbers of numpy and torch are plain ones.
+        sent = msgspec.msgpack.encode([_params(spec, index) for index in places], enc_hook=lambda each: each.tolist())
         return msgspec.msgpack.decode(sent, type=list[SamplingParams], strict=False)
     except ConfigConflictError:
         raise

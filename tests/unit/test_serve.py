@@ -11,6 +11,7 @@ import time
 from types import SimpleNamespace
 
 import httpx
+import numpy as np
 import pytest
 import torch
 from fastapi import FastAPI
@@ -284,6 +285,11 @@ def test_names_of_tokens_in_a_json_object_are_numbers_again():
     (params,) = sampling_params(SamplingSpec(extra=extra), [0])
     assert params.logit_bias == {5: 1.0}
     assert params.repetition_detection.min_count == 2
+    numbers = {"min_tokens": np.int64(3), "presence_penalty": torch.tensor(0.5)}
+    (params,) = sampling_params(SamplingSpec(max_tokens=np.int64(10), temperature=np.float32(1), extra=numbers), [0])
+    assert (params.max_tokens, params.min_tokens, params.presence_penalty) == (10, 3, 0.5)
+    with pytest.raises(ConfigConflictError, match="rejects the sampling arguments"):
+        sampling_params(SamplingSpec(extra={"extra_args": {"x": object()}}), [0])
     with pytest.raises(ConfigConflictError, match="logit_bias"):
         sampling_params(SamplingSpec(extra={"logit_bias": {"five": 1.0}}), [0])
 
