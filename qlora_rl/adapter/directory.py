@@ -131,7 +131,7 @@ def put_exactly(model: Any, tensors: Mapping[str, torch.Tensor], adapter: str = 
         adapter: that the file is of.
 
     Returns:
-        Whether anything in the model is now of a wider dtype than its base had.
+        Whether one of them is float32, next to which 16-bit weights may stand.
     """
     from peft.utils.other import AuxiliaryTrainingWrapper
 

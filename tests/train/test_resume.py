@@ -228,6 +228,27 @@ def test_another_run_is_rejected_by_name_and_nothing_is_touched(base, apart, oth
     }
 
 
+class Anneals(TrainerCallback):
+    def on_step_begin(self, args, state, control, model=None, **_):
+        for module in model.modules():
+            if hasattr(module, "lora_A"):
+                module.set_scale("default", 1.0 / (1 + state.global_step))
+
+
+def test_factors_that_change_while_it_trains_are_those_of_one_run(base, tmp_path):
+    """What counts is how it began."""
+    fields = {"max_steps": 3, "save_steps": 1}
+    trainer = make(base, tmp_path, "fake", **fields)
+    trainer.add_callback(Anneals())
+    trainer.add_callback(KillAt(2))
+    with pytest.raises(Killed):
+        trainer.train()
+    with make(base, tmp_path, "fake", **fields) as trainer:
+        trainer.add_callback(Anneals())
+        trainer.train()
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
+
+
 def test_a_run_under_other_factors_is_another_run(base, tmp_path):
     fields = {"max_steps": 3, "save_steps": 2}
     killed(base, tmp_path, 2, **fields, **under_the_name("default", base, 3.0))
