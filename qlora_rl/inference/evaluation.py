@@ -273,7 +273,7 @@ def asking(
             scores = {
                 name: _score(guard(each, name), asked, texts, found, _of_trl(each)) for name, each in rewards.items()
             }
-            cut_off = fmean(not each for each in cast(Sequence[bool], rollout.has_ended))  # vLLM says it of each
+            cut_off = fmean(not each for each in rollout.has_ended)  # vLLM says it of each
             return Side(texts, scores, fmean(map(len, found)), cut_off)
 
         yield engine, ask
