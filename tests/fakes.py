@@ -55,8 +55,9 @@ class Here(Direct):
         super().__init__("base", lambda _: TwoVersions(model))
 
     def start_again(self):
-        self.dies_at, self.is_dead = None, False
+        self.dies_at = None
         super().start_again()
+        self.is_dead = False  # last: until then the one before would answer once more, and be taken for a third one
 
     def ask(self, method, path, body, start):
         if path != "/generate":
